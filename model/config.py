@@ -181,8 +181,11 @@ class DeepSeekConfig:
         return cls(**{k: v for k, v in given.items() if k in fields}, extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of a `config.json` that DeepSeek's code, vLLM and transformers load; inverse of `from_dict`."""
-        values = dict(self.extra)
+        """The keys of a `config.json` that DeepSeek's code, vLLM and transformers load; `from_dict` reads them back.
+
+        `quantization_config` is left out: it describes the file that was read, and what we write isn't quantised.
+        """
+        values = {name: value for name, value in self.extra.items() if name != "quantization_config"}
         values.update({f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"})
         if self.rope_scaling is not None:
             values["rope_scaling"] = {"type": "yarn", **dataclasses.asdict(self.rope_scaling)}
