@@ -1,0 +1,116 @@
+"""A run is a directory: starting anew, resuming, overwriting. Ranks are real gloo processes where they matter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.mesh import Layout, Mesh
+from training.arguments import Arguments
+from training.command_line import from_yaml
+from training.failures import ConfigurationError
+from training.run_directory import RunDirectory, prepare
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Arguments:
+    return Arguments().replace(run_dir=str(tmp_path / "run"))
+
+
+def test_a_new_run_has_its_places_and_its_flags(arguments: Arguments) -> None:
+    start = prepare(arguments)
+    assert not start.resumed
+    root = start.directory.root
+    assert sorted(path.name for path in root.iterdir()) == ["checkpoints", "config.yaml", "logs", "tensorboard"]
+    assert from_yaml((root / "config.yaml").read_text()) == arguments
+
+
+def test_save_and_tensorboard_can_lie_elsewhere(arguments: Arguments, tmp_path: Path) -> None:
+    moved = arguments.replace(save=str(tmp_path / "c"), tensorboard_dir=str(tmp_path / "t"))
+    directory = prepare(moved).directory
+    assert (directory.checkpoints, directory.tensorboard) == (tmp_path / "c", tmp_path / "t")
+    assert directory.checkpoints.is_dir() and directory.tensorboard.is_dir()
+
+
+def test_an_earlier_run_needs_a_word(arguments: Arguments) -> None:
+    prepare(arguments)
+    with pytest.raises(ConfigurationError, match="--resume goes on with it, --overwrite moves it aside"):
+        prepare(arguments)
+
+
+def test_a_directory_with_only_a_launchers_logs_is_no_run(arguments: Arguments) -> None:
+    logs = RunDirectory.of(arguments).logs
+    logs.mkdir(parents=True)
+    (logs / "launcher.log").touch()
+    assert not prepare(arguments).resumed
+
+
+def test_resume_without_an_earlier_run_starts_anew_and_says_so(arguments: Arguments) -> None:
+    start = prepare(arguments.replace(resume=True))
+    assert not start.resumed
+    assert "there is no earlier run" in start.notes[0]
+
+
+def test_resume_keeps_everything_and_tells_what_changed(arguments: Arguments) -> None:
+    directory = prepare(arguments).directory
+    (directory.checkpoints / "step_5").mkdir()
+    (directory.logs / "error_rank_00003.json").write_text("{}")
+    start = prepare(arguments.replace(resume=True, lr=1e-3, pipeline_model_parallel_size=4))
+    assert start.resumed
+    assert (directory.checkpoints / "step_5").is_dir()
+    changes = next(note for note in start.notes if "--lr" in note)
+    assert "--lr 0.00022 → 0.001" in changes and "--pipeline-model-parallel-size 1 → 4" in changes
+    assert "--resume" not in changes
+    kept = [path for path in directory.root.glob("config.*.yaml")]
+    assert len(kept) == 1 and from_yaml(kept[0].read_text()) == arguments
+    assert from_yaml(directory.config.read_text()).optimizer.lr == 1e-3
+    assert not list(directory.logs.glob("error_rank_00003.json"))
+    assert len(list(directory.logs.glob("error_rank_00003.*.json"))) == 1
+
+
+def test_resume_with_the_same_flags_leaves_one_config(arguments: Arguments) -> None:
+    directory = prepare(arguments).directory
+    start = prepare(arguments.replace(resume=True))
+    assert start.notes == (f"resuming the run in {directory.root}",)
+    assert [path.name for path in directory.root.glob("config*")] == ["config.yaml"]
+
+
+def test_overwrite_moves_the_earlier_run_aside_whole(arguments: Arguments) -> None:
+    directory = prepare(arguments).directory
+    (directory.checkpoints / "weights").write_text("precious")
+    start = prepare(arguments.replace(overwrite=True))
+    assert not start.resumed and not list(directory.checkpoints.iterdir())
+    prepare(arguments.replace(overwrite=True))  # within the same second too
+    kept = sorted(directory.root.parent.glob("run*.old-*"))
+    assert len(kept) == 2
+    assert [path.read_text() for old in kept for path in old.glob("checkpoints/weights")] == ["precious"]
+    assert any(str(old) in start.notes[0] for old in kept)
+
+
+def test_a_place_that_cant_be_written_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="can't be written.*choose another --run-dir"):
+        prepare(Arguments().replace(run_dir=str(tmp_path / "file" / "run")))
+
+
+def start_on_a_rank(arguments: Arguments) -> tuple[bool, tuple[str, ...], bool] | str:
+    world = Mesh.create(Layout()).world
+    if os.environ["RANK"] == "1":  # a host of its own, which doesn't see rank 0's files
+        arguments = arguments.replace(run_dir=arguments.run.run_dir + "_of_rank_1")
+    try:
+        start = prepare(arguments, world)
+    except ConfigurationError as error:
+        return str(error)
+    return start.resumed, start.notes, start.directory.logs.is_dir()
+
+
+def test_rank_0_decides_for_all(arguments: Arguments, run_ranks: Callable[..., list[Any]]) -> None:
+    first, second = run_ranks(2, start_on_a_rank, arguments)
+    assert first == second == (False, (f"starting anew in {arguments.run.run_dir}",), True)
+    assert not Path(arguments.run.run_dir + "_of_rank_1").exists()
+    first, second = run_ranks(2, start_on_a_rank, arguments)
+    assert first == second and "holds an earlier run" in first

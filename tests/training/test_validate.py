@@ -1,0 +1,155 @@
+"""The validate step: what can't work is refused before any rank waits, with numbers and fix. Free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.config import DeepSeekConfig
+from training.arguments import Arguments
+from training.failures import ConfigurationError
+from training.validate import read_model_config, validate
+
+TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny_v3.json"
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Arguments:
+    """Flags that are right for 8 ranks."""
+    for end in (".idx", ".bin"):
+        (tmp_path / f"corpus{end}").touch()
+    (tmp_path / "tokenizer.model").touch()
+    return Arguments().replace(
+        model=str(TINY),
+        run_dir=str(tmp_path / "run"),
+        data_path=(str(tmp_path / "corpus"),),
+        tokenizer_model=str(tmp_path / "tokenizer.model"),
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        seq_length=128,
+    )
+
+
+@pytest.fixture
+def config() -> DeepSeekConfig:
+    """Heads 4, layers 4, experts 8, whatever the tiny model becomes."""
+    tiny = DeepSeekConfig.from_file(TINY)
+    return dataclasses.replace(tiny, num_attention_heads=4, num_hidden_layers=4, max_position_embeddings=1024)
+
+
+def errors(arguments: Arguments, config: DeepSeekConfig, world_size: int = 8, **more: Any) -> tuple[str, ...]:
+    with pytest.raises(ConfigurationError) as caught:
+        validate(arguments, config, world_size, **more)
+    return caught.value.errors
+
+
+def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
+    validate(arguments, config, 8)
+    validate(arguments.replace(precision="bf16", pipeline_layers=(3, 1)), config, 8)
+    validate(arguments.replace(distributed_backend="nccl"), config, 8, gpus=8)
+    validate(arguments.replace(lr_decay_style="wsd", lr_wsd_decay_iters=20, lr_warmup_iters=10), config, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "world_size", "parts"),
+    [
+        ({}, 6, ["6 ranks", "tensor 2 · pipeline 2 · context 1", "multiple of 4"]),
+        (
+            {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 1},
+            8,
+            ["8", "4 attention heads", "1, 2, 4"],
+        ),
+        ({"pipeline_model_parallel_size": 5}, 10, ["5", "the model has 4", "lower it to 4"]),
+        ({"pipeline_layers": (2, 1, 1)}, 8, ["2,1,1", "3 stages", "is 2"]),
+        ({"pipeline_layers": (2, 1)}, 8, ["2,1", "3 layers", "has 4", "+1"]),
+        ({"pipeline_layers": (4, 0)}, 8, ["4,0", "stage 1 with 0"]),
+        ({"global_batch_size": 9}, 8, ["9", "multiple of 2 =", "size 1", "data parallel size 2", "8 or 10"]),
+        ({"global_batch_size": 1}, 8, ["--global-batch-size 1 ", "use 2"]),
+        ({"seq_length": 129}, 8, ["129", "size 2", "128 or 130"]),
+        ({"seq_length": 2048}, 8, ["2048", "max_position_embeddings 1024"]),
+        ({"lr_warmup_iters": 101}, 8, ["101", "--train-iters 100"]),
+        ({"lr_warmup_iters": 50, "lr_decay_iters": 50}, 8, ["50", "--lr-decay-iters 50"]),
+        ({"lr_decay_style": "wsd"}, 8, ["--lr-wsd-decay-iters", "100"]),
+        ({"lr_decay_style": "wsd", "lr_wsd_decay_iters": 96, "lr_warmup_iters": 5}, 8, ["96", "95 steps"]),
+        ({"min_lr": 1.0}, 8, ["--min-lr 1.0 is above --lr 0.00022"]),
+        ({"distributed_backend": "nccl"}, 8, ["nccl", "gloo"]),
+        ({"tokenizer_model": "/none/x.model"}, 8, ["/none/x.model"]),
+        ({"data_path": ("/none/corpus",)}, 8, ["/none/corpus.idx and /none/corpus.bin"]),
+        ({"data_path": ()}, 8, ["--data-path is missing"]),
+        ({"data_path": ("0.5", "/none/a", "/none/b")}, 8, ["WEIGHT PREFIX"]),
+        ({"split": "90,10"}, 8, ["--split 90,10", "969,30,1"]),
+        ({"expert_model_parallel_size": 2}, 8, ["--expert-model-parallel-size 2 isn't supported yet"]),
+        ({"context_parallel_size": 2}, 8, ["--context-parallel-size 2 isn't supported yet"]),
+        ({"train_iters": 0, "lr_warmup_iters": 0, "lr_decay_style": "constant"}, 8, ["--train-iters 0", "at least 1"]),
+        ({"lr": float("nan")}, 8, ["--lr nan"]),
+        ({"adam_beta2": 1.0}, 8, ["--adam-beta2 1.0", "below 1"]),
+        ({"micro_batch_size": 0}, 8, ["--micro-batch-size 0"]),
+        ({"tensor_model_parallel_size": 0}, 8, ["--tensor-model-parallel-size 0"]),
+        ({"resume": True, "overwrite": True}, 8, ["--resume and --overwrite"]),
+    ],
+)
+def test_each_mistake_is_one_error_with_numbers_and_fix(
+    arguments: Arguments, config: DeepSeekConfig, changed: dict[str, Any], world_size: int, parts: list[str]
+) -> None:
+    found = errors(arguments.replace(**changed), config, world_size)
+    assert len(found) == 1, found
+    missing = [part for part in parts if part not in found[0]]
+    assert not missing, found[0]
+
+
+def test_experts_that_ranks_dont_divide(arguments: Arguments, config: DeepSeekConfig) -> None:
+    experts = config.n_routed_experts
+    found = errors(arguments.replace(expert_model_parallel_size=experts + 1), config)
+    assert any(f"{experts + 1} doesn't divide the model's {experts} routed experts" in error for error in found)
+
+
+def test_all_errors_are_shown_at_once(arguments: Arguments, config: DeepSeekConfig) -> None:
+    wrong = arguments.replace(global_batch_size=7, lr_warmup_iters=500, data_path=("/none/a",), seq_length=4097)
+    found = errors(wrong, config)
+    assert len(found) == 5
+    with pytest.raises(ConfigurationError) as caught:
+        validate(wrong, config, 8)
+    assert all(f"- {error}" in str(caught.value) for error in found)
+
+
+def test_only_the_half_that_is_missing_of_the_data_is_named(arguments: Arguments, config: DeepSeekConfig) -> None:
+    Path(arguments.data.data_path[0] + ".idx").unlink()
+    (error,) = errors(arguments, config)
+    assert "corpus.idx not found" in error and ".bin not" not in error
+
+
+def test_an_earlier_run_is_refused_on_rank_0_only(arguments: Arguments, config: DeepSeekConfig) -> None:
+    run = Path(arguments.run.run_dir)
+    run.mkdir()
+    (run / "config.yaml").touch()
+    (error,) = errors(arguments, config)
+    assert "--resume" in error and "--overwrite" in error and str(run) in error
+    validate(arguments, config, 8, rank=3)
+    validate(arguments.replace(resume=True), config, 8)
+    validate(arguments.replace(overwrite=True), config, 8)
+
+
+def test_model_file_mistakes_name_the_file(tmp_path: Path) -> None:
+    def message(path: str | None, **changed: Any) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            read_model_config(Arguments().replace(model=path, **changed))
+        return str(caught.value)
+
+    assert "--model is missing" in message(None)
+    assert str(tmp_path / "none.json") in message(str(tmp_path / "none.json"))
+    llama = tmp_path / "config.json"
+    llama.write_text('{"model_type": "llama"}')
+    assert str(llama) in message(str(llama)) and "'llama'" in message(str(llama))
+    assert "deepseek_v3" in message(str(llama))
+    llama.write_text("{")
+    assert str(llama) in message(str(llama))
+
+
+def test_model_flags_change_the_configuration() -> None:
+    plain = read_model_config(Arguments().replace(model=str(TINY)))
+    changed = read_model_config(Arguments().replace(model=str(TINY), init_method_std=0.5, aux_loss_alpha=0.0))
+    assert plain == DeepSeekConfig.from_file(TINY)
+    assert changed == dataclasses.replace(plain, initializer_range=0.5, aux_loss_alpha=0.0)

@@ -1,0 +1,236 @@
+"""The flags: frozen dataclass groups, each field a flat flag named as Megatron-LM names it, its docstring the help.
+
+May import the standard library and tyro. Parsing and the YAML form are in command_line.py, cross-checks in validate.py.
+Names follow Megatron-LM's `megatron/training/arguments.py`; defaults follow the DeepSeek-V3 report (arXiv 2412.19437).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import tyro
+
+
+def layers_from_text(text: str) -> tuple[int, ...]:
+    """ "2,1,1" as (2, 1, 1); an empty text is (). Raises ValueError for anything else."""
+    try:
+        return tuple(int(word) for word in text.split(",")) if text.strip() else ()
+    except ValueError:
+        raise ValueError(f"must be whole numbers such as 2,1,1, not {text!r}") from None
+
+
+LayerList = Annotated[
+    tuple[int, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N,N,...",
+        instance_from_str=lambda words: layers_from_text(words[0]),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda layers: [",".join(map(str, layers))],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """Where the run lives and where its flags come from."""
+
+    config: str | None = None
+    """YAML file of flags, with dashes or underscores. The command line wins over it, it wins over the defaults."""
+    run_dir: str = "runs/default"
+    """Directory of this run: config.yaml, metrics.jsonl, checkpoints/, tensorboard/, logs/."""
+    resume: bool = False
+    """Go on from the newest checkpoint in --run-dir; where there is no earlier run, start anew."""
+    overwrite: bool = False
+    """Start anew in --run-dir; an earlier run there is moved aside to RUN.old-TIMESTAMP, never deleted."""
+    seed: int = 1234
+    """Seed of initial weights, data order and every random generator."""
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """What is trained."""
+
+    model: str | None = None
+    """The model: a Hugging Face config.json of type deepseek_v2 or deepseek_v3, such as configs/models/tiny_v3.json."""
+    init_method_std: float | None = None
+    """Standard deviation of initial weights; by default the model's initializer_range (DeepSeek-V3 used 0.006)."""
+    mtp_loss_scaling_factor: float = 0.3
+    """Weight λ of the multi-token-prediction loss: λ/D times the sum over D depths."""
+    mtp_hidden: Literal["after-norm", "before-norm"] = "after-norm"
+    """The hidden state that feeds MTP's first depth: after the final norm (Hugging Face, Megatron) or before it."""
+    aux_loss_alpha: float | None = None
+    """Weight of the sequence-wise balance loss; by default the model's. (Megatron: --moe-aux-loss-coeff)"""
+    router_bias_update_rate: float = 0.001
+    """Speed γ of the router bias that balances experts without a loss. (Megatron: --moe-router-bias-update-rate)"""
+
+
+@dataclass(frozen=True)
+class ParallelArguments:
+    """How ranks share the model. Data parallel size = world size / (tensor · pipeline · context)."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that split each weight matrix, and the sequence between blocks."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that split the layers."""
+    context_parallel_size: int = 1
+    """Ranks that split each sequence in attention."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the routed experts of a layer."""
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of forward and backward passes in the pipeline."""
+    pipeline_layers: LayerList = ()
+    """Layers of each stage, such as 2,1,1; by default as even as can be."""
+
+
+@dataclass(frozen=True)
+class TrainingArguments:
+    """How long, in what batches, in which numbers."""
+
+    train_iters: int = 100
+    """Optimizer steps."""
+    micro_batch_size: int = 1
+    """Sequences of one forward pass on one data-parallel rank."""
+    global_batch_size: int = 8
+    """Sequences of one optimizer step over all ranks: a multiple of micro-batch size · data parallel size."""
+    seq_length: int = 512
+    """Tokens of a sequence."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Numbers of weights and activations; bf16 keeps fp32 master weights and gradients."""
+    recompute_granularity: Literal["none", "full"] = "none"
+    """Activations kept for the backward pass: all, or only each layer's input (full recomputation)."""
+    eval_interval: int = 100
+    """Steps between validations; there is always one after the last step."""
+    eval_iters: int = 10
+    """Global batches of one validation; 0 turns validation off."""
+
+
+@dataclass(frozen=True)
+class OptimizerArguments:
+    """The optimizer and its learning rate."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Update rule; weight decay is decoupled and spares norms in either."""
+    lr: float = 2.2e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Decay after warm-up. wsd (warm-up, stable, decay) holds the peak and decays in the last --lr-wsd-decay-iters."""
+    lr_decay_iters: int | None = None
+    """Step at which the minimum is reached; by default --train-iters."""
+    lr_wsd_decay_iters: int | None = None
+    """Length of wsd's decay in steps."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of wsd's decay."""
+    lr_warmup_iters: int = 0
+    """Steps of linear warm-up."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at which the warm-up starts."""
+    adam_beta1: float = 0.9
+    """Decay of Adam's first moment."""
+    adam_beta2: float = 0.95
+    """Decay of Adam's second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of Adam's second moment."""
+    sgd_momentum: float = 0.9
+    """Momentum of SGD."""
+    weight_decay: float = 0.1
+    """Weight decay."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """The text that is trained on."""
+
+    data_path: tuple[str, ...] = ()
+    """Prefixes of .bin/.idx files by tools/preprocess_data.py or Megatron: one, or WEIGHT PREFIX WEIGHT PREFIX ..."""
+    split: str = "969,30,1"
+    """Shares of the documents for training, validation and test."""
+    tokenizer_model: str | None = None
+    """SentencePiece model that made the data."""
+    reset_position_ids: bool = False
+    """Count positions from 0 again after each end of document."""
+    reset_attention_mask: bool = False
+    """Keep attention inside each document."""
+    eod_mask_loss: bool = False
+    """Take the loss of end-of-document tokens out."""
+    bigram_baseline: bool = False
+    """Also show the validation loss of a smoothed bigram model fitted on the training tokens."""
+
+
+@dataclass(frozen=True)
+class CheckpointArguments:
+    """Saving and loading."""
+
+    save: str | None = None
+    """Directory of checkpoints; by default RUN/checkpoints."""
+    load: str | None = None
+    """Directory of another run's checkpoints to start from."""
+    save_interval: int | None = None
+    """Steps between checkpoints; there is always one after the last step."""
+
+
+@dataclass(frozen=True)
+class LoggingArguments:
+    """What is shown."""
+
+    log_interval: int = 10
+    """Steps between lines of progress where the terminal can't show a bar."""
+    tensorboard_dir: str | None = None
+    """Directory of TensorBoard's files; by default RUN/tensorboard."""
+    peak_tflops: float | None = None
+    """Dense peak TFLOP/s of one device, for MFU; by default looked up for known GPUs."""
+
+
+@dataclass(frozen=True)
+class DistributedArguments:
+    """Process groups and gradient communication."""
+
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """By default $TORCH_DISTRIBUTED_BACKEND, else nccl where there is a GPU and gloo where there isn't."""
+    distributed_timeout_minutes: float = 10.0
+    """A collective that waits longer ends the run."""
+    bucket_cap_mb: float = 25.0
+    """Size of a gradient bucket in MiB of fp32 gradients: larger ones mean fewer messages and less overlap."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradient buckets while the backward pass still runs."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """All flags of a run, by group: `arguments.optimizer.lr` is `--lr`."""
+
+    run: RunArguments = field(default_factory=RunArguments)
+    model: ModelArguments = field(default_factory=ModelArguments)
+    parallel: ParallelArguments = field(default_factory=ParallelArguments)
+    training: TrainingArguments = field(default_factory=TrainingArguments)
+    optimizer: OptimizerArguments = field(default_factory=OptimizerArguments)
+    data: DataArguments = field(default_factory=DataArguments)
+    checkpoint: CheckpointArguments = field(default_factory=CheckpointArguments)
+    logging: LoggingArguments = field(default_factory=LoggingArguments)
+    distributed: DistributedArguments = field(default_factory=DistributedArguments)
+
+    def flat(self) -> dict[str, Any]:
+        """Every flag's value under its name, in the order of `--help`."""
+        return {name: getattr(getattr(self, group), name) for name, group in GROUP_OF.items()}
+
+    def replace(self, **values: Any) -> Arguments:
+        """A copy with some flags changed: `arguments.replace(lr=1e-3, seed=2)`. Raises KeyError for an unknown name."""
+        by_group: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            by_group.setdefault(GROUP_OF[name], {})[name] = value
+        groups = {group: dataclasses.replace(getattr(self, group), **changed) for group, changed in by_group.items()}
+        return dataclasses.replace(self, **groups)
+
+
+GROUP_OF: dict[str, str] = {
+    flag.name: group.name
+    for group in dataclasses.fields(Arguments)
+    for flag in dataclasses.fields(group.default_factory)  # type: ignore[arg-type]
+}
+"""Flag name -> name of its group."""

@@ -1,0 +1,259 @@
+"""Every cross-check of the flags, in one step before any rank waits for another (decision 8).
+
+May import model.config and the standard library; free of torch. Each check gives errors that name the numbers and the
+fix, and all of them are shown at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.arguments import Arguments
+from training.failures import ConfigurationError
+from training.run_directory import earlier_run_error
+
+if TYPE_CHECKING:
+    from model.config import DeepSeekConfig
+
+
+def read_model_config(arguments: Arguments) -> DeepSeekConfig:
+    """The configuration of `--model` with the flags that change it (--init-method-std, --aux-loss-alpha) put in.
+
+    Raises ConfigurationError where the file is missing, isn't one of a DeepSeek-V2/V3 model, or a flag doesn't suit it.
+    """
+    from model.config import DeepSeekConfig
+
+    path = arguments.model.model
+    if path is None:
+        raise ConfigurationError("--model is missing: give a config.json, such as configs/models/tiny_v3.json")
+    overrides: dict[str, Any] = {
+        "initializer_range": arguments.model.init_method_std,
+        "aux_loss_alpha": arguments.model.aux_loss_alpha,
+    }
+    try:
+        config = DeepSeekConfig.from_file(path)
+        return dataclasses.replace(config, **{name: x for name, x in overrides.items() if x is not None})
+    except OSError as error:
+        raise ConfigurationError(f"--model {path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"--model {error}") from error
+
+
+def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int, gpus: int = 0, rank: int = 0) -> None:
+    """Raises ConfigurationError that lists everything wrong with running `arguments` on `world_size` ranks.
+
+    `gpus` is the number of GPUs of this host. `rank` 0 also looks for an earlier run in --run-dir; the others leave
+    that to it, since by the time they look it may have made the directory.
+    """
+    errors = [
+        *_check_ranges(arguments),
+        *_check_layout(arguments, model_config, world_size),
+        *_check_not_yet(arguments),
+        *_check_batches(arguments, model_config, world_size),
+        *_check_schedule(arguments),
+        *_check_data(arguments),
+    ]
+    if arguments.distributed.distributed_backend == "nccl" and gpus == 0:
+        errors.append(
+            "--distributed-backend nccl needs a GPU and this host has none: use gloo "
+            "(TORCH_DISTRIBUTED_BACKEND sets it too)"
+        )
+    if rank == 0 and (error := earlier_run_error(arguments)):
+        errors.append(error)
+    if errors:
+        raise ConfigurationError(*errors)
+
+
+_AT_LEAST_ONE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "train_iters",
+    "micro_batch_size",
+    "global_batch_size",
+    "seq_length",
+    "eval_interval",
+    "save_interval",
+    "log_interval",
+)
+_AT_LEAST_ZERO = (
+    "seed",
+    "eval_iters",
+    "lr",
+    "min_lr",
+    "lr_warmup_iters",
+    "lr_warmup_init",
+    "weight_decay",
+    "clip_grad",
+    "mtp_loss_scaling_factor",
+    "aux_loss_alpha",
+    "router_bias_update_rate",
+    "init_method_std",
+)
+_ABOVE_ZERO = ("adam_eps", "bucket_cap_mb", "distributed_timeout_minutes", "peak_tflops")
+_BELOW_ONE = ("adam_beta1", "adam_beta2", "sgd_momentum")
+
+
+def _check_ranges(arguments: Arguments) -> Iterator[str]:
+    values = {name: value for name, value in arguments.flat().items() if value is not None}
+    # "not (value >= 1)" rather than "value < 1": a NaN must fail too.
+    for name in _AT_LEAST_ONE:
+        if name in values and not values[name] >= 1:
+            yield f"{_flag(name)} {values[name]} must be at least 1"
+    for name in _AT_LEAST_ZERO:
+        if name in values and not values[name] >= 0:
+            yield f"{_flag(name)} {values[name]} must not be negative"
+    for name in _ABOVE_ZERO:
+        if name in values and not values[name] > 0:
+            yield f"{_flag(name)} {values[name]} must be above 0"
+    for name in _BELOW_ONE:
+        if not 0 <= values[name] < 1:
+            yield f"{_flag(name)} {values[name]} must be at least 0 and below 1"
+
+
+def _check_layout(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
+    parallel = arguments.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    if min(tp, pp, cp, ep) < 1:
+        return  # said already
+    if world_size % (tp * pp * cp):
+        yield (
+            f"{world_size} ranks can't be laid out as tensor {tp} · pipeline {pp} · context {cp}: "
+            f"start a multiple of {tp * pp * cp} ranks, or change these sizes"
+        )
+    if config.num_attention_heads % tp:
+        yield (
+            f"--tensor-model-parallel-size {tp} doesn't divide the model's {config.num_attention_heads} attention heads"
+            f": use one of {_divisors(config.num_attention_heads)}"
+        )
+    if config.n_routed_experts % ep:
+        yield (
+            f"--expert-model-parallel-size {ep} doesn't divide the model's {config.n_routed_experts} routed experts: "
+            f"use one of {_divisors(config.n_routed_experts)}"
+        )
+    yield from _check_stages(parallel.pipeline_layers, pp, config.num_hidden_layers)
+
+
+def _check_stages(given: tuple[int, ...], pp: int, layers: int) -> Iterator[str]:
+    if pp > layers:
+        yield (
+            f"--pipeline-model-parallel-size {pp} needs at least {pp} layers and the model has {layers}: "
+            f"lower it to {layers} or less"
+        )
+        return
+    if not given:
+        return
+    text = f"--pipeline-layers {','.join(map(str, given))}"
+    if len(given) != pp:
+        yield f"{text} names {len(given)} stages and --pipeline-model-parallel-size is {pp}: give {pp} numbers"
+    if sum(given) != layers:
+        yield f"{text} adds up to {sum(given)} layers and the model has {layers}: add {layers - sum(given):+d}"
+    for stage, count in enumerate(given):
+        if count < 1:
+            yield f"{text} leaves stage {stage} with {count} layers: give each stage at least 1"
+
+
+def _check_not_yet(arguments: Arguments) -> Iterator[str]:
+    """Flags whose meaning is fixed (groups, checks) but which the model can't run with yet."""
+    if (ep := arguments.parallel.expert_model_parallel_size) > 1:
+        yield f"--expert-model-parallel-size {ep} isn't supported yet: use 1 (every rank then holds all experts)"
+    if (cp := arguments.parallel.context_parallel_size) > 1:
+        yield f"--context-parallel-size {cp} isn't supported yet: use 1, or split sequences by tensor parallelism"
+
+
+def _check_batches(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
+    training, parallel = arguments.training, arguments.parallel
+    tp, longest = parallel.tensor_model_parallel_size, config.max_position_embeddings
+    model_ranks = tp * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    micro, whole, length = training.micro_batch_size, training.global_batch_size, training.seq_length
+    if min(model_ranks, micro, whole, length) < 1:
+        return  # said already
+    if world_size % model_ranks == 0:
+        dp = world_size // model_ranks
+        if whole % (micro * dp):
+            yield (
+                f"--global-batch-size {whole} isn't a multiple of {micro * dp} = --micro-batch-size {micro} · data "
+                f"parallel size {dp}: use {_multiples_around(whole, micro * dp)}, or change the others"
+            )
+    if length % tp:
+        yield (
+            f"--seq-length {length} isn't divisible by --tensor-model-parallel-size {tp}, which splits the sequence "
+            f"between blocks: use {_multiples_around(length, tp)}"
+        )
+    if length > longest:
+        yield f"--seq-length {length} is beyond the model's max_position_embeddings {longest}: lower it, or raise that"
+
+
+def _check_schedule(arguments: Arguments) -> Iterator[str]:
+    optimizer, steps = arguments.optimizer, arguments.training.train_iters
+    warmup, wsd = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
+    decay = steps if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+    if optimizer.min_lr > optimizer.lr:
+        yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}: lower it"
+    if warmup > steps:
+        yield f"--lr-warmup-iters {warmup} is more than --train-iters {steps}: the warm-up would never end; lower it"
+    elif optimizer.lr_decay_style == "constant":
+        return
+    elif warmup >= decay:
+        name = "--train-iters" if optimizer.lr_decay_iters is None else "--lr-decay-iters"
+        yield f"--lr-warmup-iters {warmup} leaves no step for the decay, which ends at {name} {decay}: lower it"
+    if optimizer.lr_decay_style == "wsd":
+        if wsd is None:
+            yield f"--lr-decay-style wsd needs --lr-wsd-decay-iters: say how many of the {decay} steps decay"
+        elif not 1 <= wsd <= decay - warmup and warmup < decay:
+            yield f"--lr-wsd-decay-iters {wsd} must be from 1 to the {decay - warmup} steps between warm-up and end"
+
+
+def _check_data(arguments: Arguments) -> Iterator[str]:
+    data = arguments.data
+    if data.tokenizer_model is not None and not Path(data.tokenizer_model).is_file():
+        yield (
+            f"--tokenizer-model {data.tokenizer_model} doesn't exist: give the SentencePiece model that made the data, "
+            "or train one with tools/train_tokenizer.py"
+        )
+    try:
+        shares = [float(share) for share in data.split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(0 <= share < float("inf") for share in shares) or shares[0] == 0:
+        yield f"--split {data.split} must be the shares of training, validation and test, such as 969,30,1"
+    if not data.data_path:
+        yield "--data-path is missing: give the prefix of .bin/.idx files made by tools/preprocess_data.py"
+    prefixes = data.data_path
+    if len(prefixes) > 1:
+        weights, prefixes = data.data_path[::2], data.data_path[1::2]
+        if len(weights) != len(prefixes) or not all(_is_weight(weight) for weight in weights):
+            yield f"--data-path {' '.join(data.data_path)} must be one prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."
+            return
+    for prefix in prefixes:
+        missing = [prefix + end for end in (".idx", ".bin") if not Path(prefix + end).is_file()]
+        if missing:
+            yield (
+                f"--data-path {prefix}: {' and '.join(missing)} not found; give the prefix without extension, "
+                "as written by tools/preprocess_data.py"
+            )
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+def _multiples_around(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
