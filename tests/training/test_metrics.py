@@ -1,0 +1,148 @@
+"""metrics.jsonl, TensorBoard and the meter. TensorBoard is read back by its own reader."""
+
+from __future__ import annotations
+
+import json
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import training.metrics
+from training.metrics import Meter, MetricsFile, TensorBoard, known_peak_tflops, peak_memory_bytes
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_a_line_that_is_on_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.write({"loss": 2.5, "step": 1, "tokens": 128})
+    assert path.read_text() == '{"step": 1, "loss": 2.5, "tokens": 128}\n'
+    file.write({"step": 2, "loss": float("nan"), "grad_norm": float("inf")})
+    assert json.loads(path.read_text().splitlines()[1]) == {"step": 2, "loss": None, "grad_norm": None}
+    with pytest.raises(KeyError):
+        file.write({"loss": 1.0})
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 6, "lo', "\0\0\0\0", '{"step": 6}\n{"step": 7}\n'])
+def test_no_step_of_a_resumed_run_appears_twice(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for step in range(1, 6):
+        file.write({"step": step, "loss": 1.0 / step})
+    file.close()
+    with path.open("a") as end:
+        end.write(torn)
+    resumed = MetricsFile(path, resumed_step=3)
+    resumed.write({"step": 4, "loss": 9.0})
+    assert steps(path) == [1, 2, 3, 4]
+    assert json.loads(path.read_text().splitlines()[-1])["loss"] == 9.0
+
+
+def test_resuming_after_the_last_step_keeps_all_but_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3')
+    MetricsFile(path, resumed_step=10).write({"step": 11})
+    assert steps(path) == [1, 2, 11]
+
+
+def test_a_run_that_starts_anew_has_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    MetricsFile(path).write({"step": 1, "loss": 3.0})
+    assert path.read_text() == '{"step": 1, "loss": 3.0}\n'
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_groups_answer_questions_and_lose_nothing(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path)
+    record = {"step": 4, "loss": 2.0, "tokens_per_second": 10, "peak_memory_gib": 0.5, "own": 1.0, "note": "text"}
+    board.write(record)
+    board.text("configuration", "lr: 1\n<b>")
+    board.close()
+    assert scalars(tmp_path) == {
+        "1_learn/loss": [(4, 2.0)],
+        "2_speed/tokens_per_second": [(4, 10.0)],
+        "3_memory/peak_gib": [(4, 0.5)],
+        "4_more/own": [(4, 1.0)],
+    }
+
+
+def test_tensorboard_hides_steps_that_a_resumed_run_repeats(tmp_path: Path) -> None:
+    first = TensorBoard(tmp_path)
+    for step in range(1, 6):
+        first.write({"step": step, "loss": 1.0})
+    first.close()
+    time.sleep(1.1)  # event files are ordered by the second in their names
+    second = TensorBoard(tmp_path, resumed_step=3)
+    second.write({"step": 4, "loss": 2.0})
+    second.close()
+    assert scalars(tmp_path)["1_learn/loss"] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H800", 989.4),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_peaks_are_found_by_whole_words(name: str, peak: float | None) -> None:
+    assert known_peak_tflops(name) == peak
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the meter reads, to be set by hand."""
+    now = [100.0]
+    monkeypatch.setattr(training.metrics.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def measure(clock: list[float], seconds: float, **more: Any) -> dict[str, float]:
+    meter = Meter(flops_per_token=5e9, devices=4, device=torch.device("cpu"), **more)
+    clock[0] += 7.0
+    meter.start()
+    clock[0] += seconds
+    return meter.stop(tokens=8000)
+
+
+def test_meter_counts_tokens_of_all_ranks_and_flops_of_one(clock: list[float]) -> None:
+    measured = measure(clock, 2.0, peak_tflops=50.0)
+    assert measured["step_seconds"] == pytest.approx(2.0)
+    assert measured["tokens_per_second"] == pytest.approx(4000.0)
+    assert measured["tflops_per_device"] == pytest.approx(5.0)
+    assert measured["mfu"] == pytest.approx(0.1)
+
+
+def test_without_a_known_peak_there_is_no_mfu(clock: list[float]) -> None:
+    assert "mfu" not in measure(clock, 2.0)
+
+
+def test_peak_memory_of_a_cpu_rank_is_the_processs_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert 2**26 < peak_memory_bytes(cpu) < 2**40  # a process with torch: some hundred MB
+    monkeypatch.setattr(training.metrics.sys, "platform", "linux")
+    usage = types.SimpleNamespace(ru_maxrss=3 * 2**20)
+    monkeypatch.setattr(training.metrics.resource, "getrusage", lambda who: usage)
+    assert peak_memory_bytes(cpu) == 3 * 2**30
+    assert Meter(1.0, 1, cpu).stop(1)["peak_memory_gib"] == pytest.approx(3.0)
