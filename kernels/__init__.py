@@ -1,0 +1,1 @@
+"""Ground floor: device code, one op a file. Imports nothing of this project."""

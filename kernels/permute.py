@@ -1,0 +1,74 @@
+"""Rows to their experts' order and back, with backward passes that gather instead of scatter.
+
+Lives here: the two ops around a mixture of experts. Imports torch only. Each token has k rows, one for each chosen expert;
+both directions and both gradients are deterministic gathers (an index_add would add in an order of its own).
+Shapes: t tokens, k choices, r = t·k rows, h hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_th: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(place_tk)
+        return x_th[order_r // place_tk.shape[1]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (place_tk,) = ctx.saved_tensors
+        return _sum_choices(grads[0], place_tk), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y_rh: torch.Tensor, weight_tk: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(y_rh, weight_tk, order_r, place_tk)
+        out_th = y_rh[place_tk[:, 0]] * weight_tk[:, 0, None]
+        for choice in range(1, place_tk.shape[1]):
+            out_th.addcmul_(y_rh[place_tk[:, choice]], weight_tk[:, choice, None])
+        return out_th
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        y_rh, weight_tk, order_r, place_tk = ctx.saved_tensors
+        grad_rh = grads[0][order_r // place_tk.shape[1]]
+        # Row by row <gradient, y>, then back to [t, k].
+        grad_weight_tk = torch.linalg.vecdot(y_rh, grad_rh)[place_tk]
+        grad_y_rh = grad_rh.mul_(weight_tk.flatten()[order_r, None])
+        return grad_y_rh, grad_weight_tk, None, None
+
+
+def _sum_choices(rows_rh: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
+    total_th = rows_rh[place_tk[:, 0]]
+    for choice in range(1, place_tk.shape[1]):
+        total_th += rows_rh[place_tk[:, choice]]
+    return total_th
+
+
+def expert_order(expert_tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(order_r, place_tk) of a stable sort of all choices by expert.
+
+    expert_tk: int64 [t, k]. Row i of the sorted rows is choice order_r[i] of the flattened [t·k]; token t's choice k lies at
+    row place_tk[t, k].
+    """
+    order_r = expert_tk.flatten().argsort(stable=True)
+    place_r = torch.empty_like(order_r)
+    place_r[order_r] = torch.arange(order_r.numel(), device=order_r.device)
+    return order_r, place_r.view(expert_tk.shape)
+
+
+def dispatch(x_th: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
+    """Copy each token to its k rows, sorted by expert: [t, h] -> [r, h]. Gradient: the sum of a token's rows."""
+    return _Dispatch.apply(x_th, order_r, place_tk)
+
+
+def combine(y_rh: torch.Tensor, weight_tk: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
+    """Each token's weighted sum of its k rows: [r, h] -> [t, h]. `weight_tk` has y's dtype; gradients for y and weight."""
+    return _Combine.apply(y_rh, weight_tk, order_r, place_tk)

@@ -1,0 +1,222 @@
+"""The model, a pipeline stage at a time: embedding, blocks, head, multi-token prediction, and its losses.
+
+Lives here: DeepSeek-V2/V3 put together from attention, mlp and moe. May import `parallel` and `kernels`.
+Parameter names are global and are Hugging Face's without "model."; MTP depth k (from 1) is layer num_hidden_layers + k - 1.
+Shapes: s sequence, l = s/tp this rank's part of it, b batch, h hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from model.attention import LatentAttention, document_mask
+from model.config import DeepSeekConfig
+from model.microbatch import MicroBatch
+from model.mlp import DenseMLP
+from model.moe import MoE
+from model.rotary import rotary_cos_sin, rotary_frequencies
+from parallel.cross_entropy import vocabulary_parallel_cross_entropy
+from parallel.mesh import Mesh
+from parallel.pipeline.placement import split_layers
+from parallel.sharding import initialise
+from parallel.tensor import ReplicatedLinear, SequenceRMSNorm, VocabularyParallelEmbedding, VocabularyParallelHead
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How the model is trained, as far as it isn't its shape.
+
+    recompute: "full" keeps a block's input and runs its forward again in backward; mtp_loss_scaling_factor: λ of the MTP
+    losses; mtp_hidden: whether MTP starts from the last hidden states after or before the final norm.
+    """
+
+    recompute: Literal["none", "full"] = "none"
+    mtp_loss_scaling_factor: float = 0.3
+    mtp_hidden: Literal["after-norm", "before-norm"] = "after-norm"
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): [s/tp, b, h] -> [s/tp, b, h]."""
+
+    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int):
+        super().__init__()
+        self.input_layernorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LatentAttention(config, mesh)
+        self.post_attention_layernorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp: MoE | DenseMLP
+        if config.is_moe_layer(layer):
+            self.mlp = MoE(config, mesh, layer)
+        else:
+            self.mlp = DenseMLP(config.hidden_size, config.intermediate_size, mesh)
+
+    def forward(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        x_lbh = x_lbh + self.self_attn(self.input_layernorm(x_lbh), batch)
+        normed = self.post_attention_layernorm(x_lbh)
+        return x_lbh + (self.mlp(normed, batch) if isinstance(self.mlp, MoE) else self.mlp(normed))
+
+
+class SharedHead(nn.Module):
+    """The norm before the main head that an MTP layer has of its own."""
+
+    def __init__(self, config: DeepSeekConfig):
+        super().__init__()
+        self.norm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class MTPBlock(Block):
+    """One depth of multi-token prediction (2412.19437, eq. 21–23): joins hidden states and the next token, then a block."""
+
+    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int):
+        super().__init__(config, mesh, layer)
+        self.enorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hnorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size)
+        self.shared_head = SharedHead(config)
+
+    def join(self, hidden_lbh: torch.Tensor, embedded_lbh: torch.Tensor) -> torch.Tensor:
+        """The block's input: eh_proj(cat[enorm(embedding), hnorm(hidden)])."""
+        return self.eh_proj(torch.cat([self.enorm(embedded_lbh), self.hnorm(hidden_lbh)], dim=-1))
+
+
+class DeepSeekStage(nn.Module):
+    """The part of the model that one pipeline stage computes.
+
+    layers: numbers of its blocks; first: has the embedding; last: has the final norm, the head and all MTP layers (and a copy
+    of the embedding for those, kept alike by the gradient reducer). embedding_ranks: pipeline ranks with an embedding.
+    """
+
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        mesh: Mesh,
+        layers: range,
+        first: bool,
+        last: bool,
+        options: ModelOptions,
+        embedding_ranks: tuple[int, ...] = (),
+    ):
+        super().__init__()
+        self.config, self.options, self.tp = config, options, mesh.tp
+        self.first, self.last = first, last
+        inv_freq, self.rotary_factor = rotary_frequencies(config)
+        self.register_buffer("inv_freq", inv_freq.to(mesh.device), persistent=False)
+        mtp_layers = range(config.num_hidden_layers, config.num_layers_with_mtp) if last else range(0)
+        self.embed_tokens: VocabularyParallelEmbedding | None = None
+        if first or mtp_layers:
+            self.embed_tokens = VocabularyParallelEmbedding(
+                config.vocab_size, config.hidden_size, mesh, embedding_ranks
+            )
+        self.layers = nn.ModuleDict({str(i): Block(config, mesh, i) for i in layers})
+        if last:
+            self.norm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.lm_head = VocabularyParallelHead(config.vocab_size, config.hidden_size, mesh)
+        self.layers.update({str(i): MTPBlock(config, mesh, i) for i in mtp_layers})
+        self._main, self._mtp = [str(i) for i in layers], [str(i) for i in mtp_layers]
+
+    def forward(self, x_lbh: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        """Activations for the next stage [s/tp, b, h]; on the last stage the loss, a scalar to differentiate.
+
+        x_lbh: the previous stage's output, None on the first. The loss is this micro-batch's part of the global batch's;
+        parts that are reported are in `batch.losses` (on one tp rank where all have the same).
+        """
+        hidden = self.hidden(x_lbh, batch)
+        return self.loss(hidden, batch) if self.last else hidden
+
+    def hidden(self, x_lbh: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        """Through the blocks of this stage: [s/tp, b, h]."""
+        if batch.rotary is None:
+            batch.rotary = rotary_cos_sin(batch.positions, self.inv_freq, self.rotary_factor)
+            if batch.documents is not None:
+                batch.attention_mask = document_mask(batch.documents)
+        if x_lbh is None:
+            assert self.embed_tokens is not None
+            x_lbh = self.embed_tokens(batch.tokens)
+        for name in self._main:
+            x_lbh = self._block(self.layers[name], x_lbh, batch)
+        return x_lbh
+
+    def loss(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Next-token loss plus λ/D times the MTP losses, each a sum divided by the global batch's count."""
+        assert batch.denominators is not None, "set_denominators runs before the first forward"
+        hidden_lbh = self.norm(x_lbh)
+        total = self._token_loss("lm", hidden_lbh, batch.labels, batch.loss_mask, batch.denominators.tokens, batch)
+        if self.options.mtp_hidden == "before-norm":
+            hidden_lbh = x_lbh
+        for depth, name in enumerate(self._mtp, start=1):
+            layer = self.layers[name]
+            assert isinstance(layer, MTPBlock) and self.embed_tokens is not None
+            joined = layer.join(hidden_lbh, self.embed_tokens(batch.mtp_tokens(depth)))
+            output_lbh = self._block(layer, joined, batch)
+            normed_lbh = layer.shared_head.norm(output_lbh)
+            hidden_lbh = normed_lbh if self.options.mtp_hidden == "after-norm" else output_lbh
+            depth_loss = self._token_loss(
+                f"mtp_{depth}",
+                normed_lbh,
+                batch.mtp_labels(depth),
+                batch.mtp_mask(depth),
+                batch.denominators.mtp_tokens[depth - 1],
+                batch,
+            )
+            total = total + self.options.mtp_loss_scaling_factor / len(self._mtp) * depth_loss
+        return total
+
+    def _block(self, block: nn.Module, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        if self.options.recompute == "full" and torch.is_grad_enabled():
+            return checkpoint(block, x_lbh, batch, use_reentrant=False, preserve_rng_state=False)
+        return block(x_lbh, batch)
+
+    def _token_loss(
+        self,
+        name: str,
+        hidden_lbh: torch.Tensor,
+        labels_bs: torch.Tensor,
+        mask_bs: torch.Tensor,
+        count: torch.Tensor,
+        batch: MicroBatch,
+    ) -> torch.Tensor:
+        logits_nv = self.lm_head(hidden_lbh).flatten(0, 1)
+        loss_n = vocabulary_parallel_cross_entropy(
+            logits_nv, labels_bs.t().flatten(), self.lm_head.valid.start, self.tp
+        )
+        loss = (loss_n * mask_bs.t().flatten()).sum() / count
+        if self.tp.is_first:
+            batch.record(name, loss)
+        return loss
+
+
+def build_stages(
+    config: DeepSeekConfig,
+    mesh: Mesh,
+    placement: tuple[int, ...],
+    options: ModelOptions,
+    seed: int,
+    pipeline_layers: tuple[int, ...] | None = None,
+    init_std: float | None = None,
+) -> dict[int, DeepSeekStage]:
+    """The stages of this rank, initialised from `seed` and global names alone. Collective (copies of the embedding meet).
+
+    placement: the pipeline rank of every stage; pipeline_layers: blocks of every stage, evenly when None; init_std: of all
+    matrices, the configuration's `initializer_range` when None. Parameters are fp32 on the mesh's device.
+    """
+    split = split_layers(config.num_hidden_layers, len(placement), pipeline_layers)
+    embedding_ranks = tuple(dict.fromkeys((placement[0], placement[-1]))) if config.num_mtp_layers else ()
+    if len(embedding_ranks) < 2:
+        embedding_ranks = ()
+    else:
+        mesh.copies(embedding_ranks)
+    stages = {}
+    for stage, layers in enumerate(split):
+        if placement[stage] != mesh.pp.rank:
+            continue
+        first, last = stage == 0, stage == len(placement) - 1
+        with torch.device(mesh.device):
+            module = DeepSeekStage(config, mesh, layers, first, last, options, embedding_ranks)
+        std = config.initializer_range if init_std is None else init_std
+        initialise(module.named_parameters(), mesh, seed, std)
+        stages[stage] = module
+    return stages

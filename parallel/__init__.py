@@ -1,0 +1,1 @@
+"""First floor: where things run. Knows nothing of DeepSeek or of training; imports `kernels` only."""

@@ -1,0 +1,137 @@
+"""The one file that calls torch.distributed's collectives; each takes an `Axis`, and an axis of one rank is a no-op.
+
+Lives here: plain collectives, and the named autograd pairs of sequence-parallel tensor parallelism (Korthikanti et al.,
+2205.05198: g gathers forward and reduce-scatters backward, ḡ the reverse). May import `parallel.mesh` only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from parallel.mesh import Axis
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Work(Protocol):
+    """What an asynchronous operation returns: `wait()` blocks until its tensor may be read (or, for a send, changed)."""
+
+    def wait(self) -> Any: ...
+
+    def is_completed(self) -> bool: ...
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -> Work | None:
+    """Reduce `x` over the axis in place. Any shape, contiguous. Returns the work when asynchronous, None on one rank."""
+    if axis.group is None:
+        return None
+    axis.ledger.add(axis.name, "all_reduce", 2 * _bytes(x) * (axis.size - 1) / axis.size)
+    return dist.all_reduce(x, op=_REDUCE[op], group=axis.group, async_op=async_op)
+
+
+def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Concatenate every rank's `x` along dimension 0, in axis order: [n, ...] -> [size * n, ...]."""
+    if axis.group is None:
+        return x
+    axis.ledger.add(axis.name, "all_gather", _bytes(x) * (axis.size - 1))
+    gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    _gather_into(gathered, x.contiguous(), group=axis.group)
+    return gathered
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sum `x` over the axis and keep this rank's block of dimension 0: [size * n, ...] -> [n, ...]."""
+    if axis.group is None:
+        return x
+    if x.shape[0] % axis.size:
+        raise ValueError(f"reduce_scatter over {axis.name}: {x.shape[0]} rows do not divide by {axis.size} ranks")
+    axis.ledger.add(axis.name, "reduce_scatter", _bytes(x) * (axis.size - 1) / axis.size)
+    block = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    _reduce_scatter_into(block, x.contiguous(), group=axis.group)
+    return block
+
+
+def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
+    """Overwrite `x` with that of the axis's rank `source`."""
+    if axis.group is None:
+        return
+    axis.ledger.add(axis.name, "broadcast", _bytes(x) if axis.rank == source else 0)
+    dist.broadcast(x, src=axis.ranks[source], group=axis.group)
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's picklable `value`, in axis order, on every rank."""
+    if axis.group is None:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of the axis is here."""
+    if axis.group is not None:
+        dist.barrier(group=axis.group)
+
+
+def isend(x: torch.Tensor, axis: Axis, peer: int) -> Work:
+    """Send contiguous `x` to the axis's rank `peer`; never blocks. `x` must live, unchanged, until the work is done."""
+    axis.ledger.add(axis.name, "send", _bytes(x))
+    work = dist.isend(x, dst=axis.ranks[peer], group=axis.group)
+    assert work is not None, "this rank is not in the group it sends on"
+    return work
+
+
+def irecv(x: torch.Tensor, axis: Axis, peer: int) -> Work:
+    """Receive into `x` from the axis's rank `peer`; `x` may be read after `wait()`."""
+    work = dist.irecv(x, src=axis.ranks[peer], group=axis.group)
+    assert work is not None, "this rank is not in the group it receives on"
+    return work
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return reduce_scatter(grads[0], ctx.axis), None
+
+
+class _ScatterSequenceSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather(grads[0], ctx.axis), None
+
+
+def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """g: all-gather along dimension 0 forward, reduce-scatter backward. [s/n, ...] -> [s, ...].
+
+    For an input of column-parallel layers: each rank's backward knows only its columns' part of the gradient.
+    """
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+
+
+def scatter_sequence_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """ḡ: reduce-scatter along dimension 0 forward, all-gather backward. [s, ...] -> [s/n, ...].
+
+    For the output of row-parallel layers: each rank holds a partial sum of the whole sequence.
+    """
+    return x if axis.size == 1 else _ScatterSequenceSum.apply(x, axis)

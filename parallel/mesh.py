@@ -1,0 +1,189 @@
+"""Ranks on a grid, and the process groups that fall out of it.
+
+Lives here: the arithmetic of layouts (pure, testable for thousands of ranks) and the groups built from it. Imports nothing
+of this project but the ledger. Grid: `arange(world).view(pp, dp, cp, tp)`, tensor fastest (Megatron's order); experts read
+the same ranks of a stage as `view(pp, edp, ep)` with `ep * edp = dp * cp * tp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallel.ledger import Ledger
+
+Partition = list[list[int]]
+"""The whole world cut into groups: every rank is in exactly one list."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks each kind of parallelism gets; data parallelism takes what is left.
+
+    tp: tensor (and sequence) parallel size; pp: pipeline ranks; cp: context parallel size; ep: expert parallel size, taken
+    from the ranks of one pipeline stage.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def validate(self, world_size: int) -> None:
+        """Raise ValueError, naming the numbers and a fix, when `world_size` ranks can't be laid out this way."""
+        for name, size in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("ep", self.ep)):
+            if size < 1:
+                raise ValueError(f"{name} is {size}: every parallel size is at least 1")
+        model = self.tp * self.pp * self.cp
+        if world_size % model:
+            raise ValueError(
+                f"world size {world_size} is not divisible by tp {self.tp} x pp {self.pp} x cp {self.cp} = {model}: "
+                f"start {max(1, world_size // model) * model} ranks or lower one of the three"
+            )
+        stage = world_size // self.pp
+        if stage % self.ep:
+            raise ValueError(
+                f"ep {self.ep} does not divide the {stage} ranks of a pipeline stage "
+                f"(world {world_size} / pp {self.pp}): choose ep among the divisors of {stage}"
+            )
+
+    def dp(self, world_size: int) -> int:
+        """Data-parallel size that is left for `world_size` ranks."""
+        self.validate(world_size)
+        return world_size // (self.tp * self.pp * self.cp)
+
+    def groups(self, world_size: int) -> dict[str, Partition]:
+        """Every axis as a partition of `range(world_size)`; ranks inside a group are in axis order. Pure."""
+        dp = self.dp(world_size)
+        grid = torch.arange(world_size).view(self.pp, dp, self.cp, self.tp)
+        experts = torch.arange(world_size).view(self.pp, -1, self.ep)
+
+        def along(ordered: torch.Tensor, size: int) -> Partition:
+            return ordered.reshape(-1, size).tolist()
+
+        return {
+            "world": along(grid, world_size),
+            "tp": along(grid, self.tp),
+            "cp": along(grid.movedim(2, -1), self.cp),
+            "dp": along(grid.movedim(1, -1), dp),
+            "pp": along(grid.movedim(0, -1), self.pp),
+            "dp_cp": along(grid.permute(0, 3, 1, 2), dp * self.cp),
+            "stage": along(grid, world_size // self.pp),
+            "sequence": along(grid, self.cp * self.tp),
+            "ep": along(experts, self.ep),
+            "edp": along(experts.movedim(1, -1), experts.shape[1]),
+        }
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One rank's view of one axis of the mesh.
+
+    name: the axis; ranks: global ranks of this group in axis order; rank: this process's index among them; group: the process
+    group, None where the group is this rank alone (collectives are then no-ops); ledger: where `comm` counts what is sent.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    ledger: Ledger = field(default_factory=Ledger, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+class Mesh:
+    """All axes of one rank. Built once, then handed to whatever needs it; there is no global.
+
+    Attributes are `Axis` objects: world, tp, pp, dp, cp; dp_cp (dense gradients), stage (every rank of this pipeline stage),
+    sequence (tp and cp together: the ranks that share one sequence), ep and edp (experts and their gradients); activations and gradients (the pipeline axis again, with communicators of their
+    own, so that what flows down and what flows up never queue behind each other).
+    """
+
+    def __init__(self, layout: Layout, rank: int, world_size: int, device: torch.device, timeout: timedelta | None):
+        self.layout = layout
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.ledger = Ledger()
+        self._timeout = timeout
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._copies: dict[tuple[int, ...], Axis] = {}
+        partitions = layout.groups(world_size)
+        self.world = self._axis("world", partitions["world"])
+        self.tp = self._axis("tp", partitions["tp"])
+        self.cp = self._axis("cp", partitions["cp"])
+        self.dp = self._axis("dp", partitions["dp"])
+        self.pp = self._axis("pp", partitions["pp"])
+        self.dp_cp = self._axis("dp_cp", partitions["dp_cp"])
+        self.stage = self._axis("stage", partitions["stage"])
+        self.sequence = self._axis("sequence", partitions["sequence"])
+        self.ep = self._axis("ep", partitions["ep"])
+        self.edp = self._axis("edp", partitions["edp"])
+        self.activations = self._axis("activations", partitions["pp"], shared=False)
+        self.gradients = self._axis("gradients", partitions["pp"], shared=False)
+
+    @classmethod
+    def create(
+        cls, layout: Layout, device: torch.device | None = None, timeout: timedelta | None = None
+    ) -> Mesh:
+        """Build the groups of `layout` over all ranks. Collective: every rank calls it with the same layout.
+
+        Without an initialised process group it is the mesh of one rank. Raises ValueError when the world can't be laid out.
+        """
+        ready = dist.is_initialized()
+        world_size = dist.get_world_size() if ready else 1
+        layout.validate(world_size)
+        return cls(layout, dist.get_rank() if ready else 0, world_size, device or torch.device("cpu"), timeout)
+
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place on every axis that a person asks for: pp, dp, cp, tp, ep."""
+        return {name: getattr(self, name).rank for name in ("pp", "dp", "cp", "tp", "ep")}
+
+    def copies(self, pipeline_ranks: tuple[int, ...]) -> Axis:
+        """The ranks of this pipeline column that hold a copy of one parameter. Collective over the world; cached.
+
+        A rank outside `pipeline_ranks` gets an axis of itself alone.
+        """
+        key = tuple(sorted(set(pipeline_ranks)))
+        if key not in self._copies:
+            partition: Partition = []
+            for column in self.layout.groups(self.world_size)["pp"]:
+                partition.append([column[i] for i in key])
+                partition.extend([rank] for i, rank in enumerate(column) if i not in key)
+            self._copies[key] = self._axis("copies", partition, shared=False)
+        return self._copies[key]
+
+    def _axis(self, name: str, partition: Partition, shared: bool = True) -> Axis:
+        """This rank's axis from a partition of the world; axes with the same ranks share a communicator unless told not to.
+
+        Only members meet when a group is made (`use_local_synchronization`), so 2,048 ranks don't queue at one store. The
+        group's name then depends on how many groups a rank has made before: each rank makes one for each axis, alone or not.
+        """
+        if all(len(ranks) == 1 for ranks in partition):
+            return Axis(name, (self.rank,), 0, None, self.ledger)
+        ranks = next(tuple(ranks) for ranks in partition if self.rank in ranks)
+        key = tuple(rank for group in partition for rank in (len(group), *group))
+        group = self._groups.get(key) if shared else None
+        if group is None and len(ranks) == self.world_size and name == "world":
+            group = dist.group.WORLD
+        elif group is None:
+            group = dist.new_group(
+                list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=f"{name}:{ranks[0]}"
+            )
+        if shared:
+            self._groups[key] = group
+        return Axis(name, ranks, ranks.index(self.rank), group if len(ranks) > 1 else None, self.ledger)

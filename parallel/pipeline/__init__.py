@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as tables, their check, and the runtime that executes them."""

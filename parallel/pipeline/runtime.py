@@ -1,0 +1,164 @@
+"""Executes a schedule's table on this rank: receive, compute, send, action by action.
+
+Lives here: the only code that moves activations between stages. Imports `parallel` only; what a stage computes it doesn't
+know. Receives are posted one ahead on every edge, sends never block, and activations flow on one communicator, gradients on
+another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from parallel.comm import Work, irecv, isend
+from parallel.gradients import GradientReducer
+from parallel.mesh import Axis, Mesh
+from parallel.pipeline.check import check
+from parallel.pipeline.schedule import Action, Kind, Schedule
+
+StageForward = Callable[[torch.Tensor | None, Any], torch.Tensor]
+"""(input or None on the first stage, micro-batch) -> output; on the last stage a scalar loss to differentiate."""
+
+
+class _Inbox:
+    """Messages from one peer in their known order; the next one's receive is always posted already."""
+
+    def __init__(self, axis: Axis, peer: int, expected: Sequence[Action], shape: torch.Size, like: torch.Tensor):
+        self.axis, self.peer, self.shape, self.like = axis, peer, shape, like
+        self.expected = deque(expected)
+        self.posted: tuple[Action, torch.Tensor, Work] | None = None
+        self._post()
+
+    def _post(self) -> None:
+        if self.expected:
+            buffer = self.like.new_empty(self.shape)
+            self.posted = (self.expected.popleft(), buffer, irecv(buffer, self.axis, self.peer))
+
+    def take(self, action: Action) -> torch.Tensor:
+        assert self.posted is not None and self.posted[0] == action, f"{action} taken, {self.posted} posted"
+        _, buffer, work = self.posted
+        work.wait()
+        self.posted = None
+        self._post()
+        return buffer
+
+
+class PipelineRuntime:
+    """Runs schedules over the stages of this rank.
+
+    stages: the forward function of every stage this rank holds; dtype: of what is sent.
+    """
+
+    def __init__(self, mesh: Mesh, stages: Mapping[int, StageForward], dtype: torch.dtype):
+        self.mesh = mesh
+        self.stages = stages
+        self.like = torch.empty(0, dtype=dtype, device=mesh.device)
+        self._checked: dict[int, Schedule] = {}
+
+    def run(
+        self,
+        schedule: Schedule,
+        microbatches: Sequence[Any],
+        shape: torch.Size,
+        reducer: GradientReducer | None = None,
+    ) -> None:
+        """Execute this rank's row of the table.
+
+        microbatches: one object for each, handed to the stages; shape: of the activations between stages, the same for all;
+        reducer: needed when the table has backward actions; each stage's last backward runs outside its `no_sync`, so its
+        buckets start reducing. Raises ValueError for an illegal table or a wrong number of micro-batches.
+        """
+        if schedule.microbatches != len(microbatches):
+            raise ValueError(f"{schedule.name} is for {schedule.microbatches} micro-batches, got {len(microbatches)}")
+        if id(schedule) not in self._checked:
+            check(schedule)
+            self._checked[id(schedule)] = schedule
+        row = schedule.actions[self.mesh.pp.rank]
+        inboxes = self._open_inboxes(schedule, row, shape)
+        local: dict[Action, torch.Tensor] = {}
+        kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        sends: deque[tuple[Work, torch.Tensor]] = deque()
+        last_backward = {action.stage: action for action in row if action.kind is Kind.BACKWARD}
+
+        for action in row:
+            while sends and sends[0][0].is_completed():
+                sends.popleft()
+            incoming = self._incoming(schedule, action, inboxes, local)
+            outgoing: torch.Tensor | None
+            if action.kind is Kind.FORWARD:
+                training = action.stage in last_backward
+                if incoming is not None and training:
+                    incoming.requires_grad_()
+                with torch.set_grad_enabled(training):
+                    output = self.stages[action.stage](incoming, microbatches[action.microbatch])
+                if training:
+                    kept[action.stage, action.microbatch] = (incoming, output)
+                outgoing = output.detach()
+            else:
+                assert reducer is not None, "a table with backward actions needs a reducer"
+                entered, output = kept.pop((action.stage, action.microbatch))
+                with nullcontext() if last_backward[action.stage] == action else reducer.no_sync():
+                    torch.autograd.backward(output, incoming)
+                outgoing = entered.grad if entered is not None else None
+            self._pass_on(schedule, action, outgoing, sends, local)
+        # Nobody may leave with a message still under way: the receiver would see a closed connection.
+        for work, _ in sends:
+            work.wait()
+
+    def _edge(self, schedule: Schedule, action: Action, step: int) -> tuple[Axis, int] | None:
+        """Axis and peer of the neighbour stage `step` further along the action's direction; None beyond the ends."""
+        stage = action.stage + (step if action.kind is Kind.FORWARD else -step)
+        if not 0 <= stage < schedule.stages:
+            return None
+        axis = self.mesh.activations if action.kind is Kind.FORWARD else self.mesh.gradients
+        return axis, schedule.placement[stage]
+
+    def _open_inboxes(
+        self, schedule: Schedule, row: Sequence[Action], shape: torch.Size
+    ) -> dict[tuple[Kind, int], _Inbox]:
+        expected: dict[tuple[Kind, int], list[Action]] = {}
+        axes: dict[tuple[Kind, int], Axis] = {}
+        for action in row:
+            edge = self._edge(schedule, action, -1)
+            if edge is not None and edge[1] != self.mesh.pp.rank:
+                axes[action.kind, edge[1]] = edge[0]
+                expected.setdefault((action.kind, edge[1]), []).append(action)
+        return {key: _Inbox(axes[key], key[1], actions, shape, self.like) for key, actions in expected.items()}
+
+    def _incoming(
+        self,
+        schedule: Schedule,
+        action: Action,
+        inboxes: dict[tuple[Kind, int], _Inbox],
+        local: dict[Action, torch.Tensor],
+    ) -> torch.Tensor | None:
+        edge = self._edge(schedule, action, -1)
+        if edge is None:
+            return None
+        if edge[1] == self.mesh.pp.rank:
+            return local.pop(action)
+        return inboxes[action.kind, edge[1]].take(action)
+
+    def _pass_on(
+        self,
+        schedule: Schedule,
+        action: Action,
+        outgoing: torch.Tensor | None,
+        sends: deque[tuple[Work, torch.Tensor]],
+        local: dict[Action, torch.Tensor],
+    ) -> None:
+        edge = self._edge(schedule, action, 1)
+        if edge is None:
+            return
+        assert outgoing is not None, f"{action} has a neighbour to send to and nothing to send"
+        axis, peer = edge
+        if peer == self.mesh.pp.rank:
+            step = 1 if action.kind is Kind.FORWARD else -1
+            local[action._replace(stage=action.stage + step)] = outgoing
+        else:
+            outgoing = outgoing.contiguous()
+            sends.append((isend(outgoing, axis, peer), outgoing))

@@ -1,0 +1,66 @@
+"""The front door: parse, build, train.
+
+    torchrun --nproc-per-node 8 pretrain_deepseek.py --model configs/models/tiny_v3.json --data-path PREFIX --run-dir RUN
+
+`python pretrain_deepseek.py --help` lists every flag; `scripts/pretrain_multinode.sh` does the launching.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+
+from training.command_line import parse
+from training.failures import ConfigurationError, FailureReport
+from training.validate import read_model_config, validate
+
+
+def main() -> None:
+    """One rank's life. Every error ends the process with one clear message, see `training.failures`."""
+    with FailureReport() as report:
+        arguments = parse()
+        config = read_model_config(arguments)
+
+        # torch is imported from here on, so that --help and wrong flags answer at once.
+        from parallel.launch import destroy, gpu_count, init_distributed
+
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        validate(arguments, config, world_size, gpu_count(), rank)
+
+        from parallel.mesh import Layout, Mesh
+        from training.logs import RankLogs
+        from training.rng import check_agreement, set_seed
+        from training.run_directory import prepare
+        from training.trainer import Trainer
+
+        try:
+            distributed = arguments.distributed
+            device = init_distributed(distributed.distributed_backend, distributed.distributed_timeout_minutes)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        timeout = timedelta(minutes=distributed.distributed_timeout_minutes)
+        world = Mesh.create(Layout(), device, timeout).world
+        set_seed(arguments.run.seed, world)
+        # Before the real mesh: ranks that disagree on the layout would never find each other in it.
+        check_agreement(arguments, world)
+
+        parallel = arguments.parallel
+        layout = Layout(
+            tp=parallel.tensor_model_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            cp=parallel.context_parallel_size,
+            ep=parallel.expert_model_parallel_size,
+        )
+        mesh = Mesh.create(layout, device, timeout)
+        start = prepare(arguments, mesh.world)
+        report.directory = start.directory.logs
+        with RankLogs(start.directory.logs, mesh.rank, mesh.coordinates()) as logs:
+            for note in start.notes:
+                logging.getLogger(__name__).info(note)
+            Trainer(arguments, config, mesh, start, logs).run()
+        destroy()
+
+
+if __name__ == "__main__":
+    main()

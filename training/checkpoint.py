@@ -1,0 +1,188 @@
+"""Checkpoints that know no layout: saved by any mesh, loaded by any other, bit for bit.
+
+Lives here: the one user of torch.distributed.checkpoint. May import the rooms below. Every tensor is stored under its global
+name with its global shape (DTensor metadata made from the parameter's `sharding`); a checkpoint is a directory
+`step_00000010/` that appears by one rename when everything in it is on disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from model.config import DeepSeekConfig
+from parallel.comm import barrier, gather_objects
+from parallel.mesh import Axis, Mesh
+from parallel.sharding import Sharding, sharding_of, valid_part
+from training.engine import Engine
+from training.failures import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+META = "meta.json"
+FORMAT = 1
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the run stands: optimizer steps done, and sequences consumed (which is the whole state of the data)."""
+
+    step: int
+    consumed_samples: int
+
+
+def newest(directory: Path) -> Path | None:
+    """The complete checkpoint of the highest step in `directory`, None where there is none."""
+    found = [
+        (int(match[1]), path)
+        for path in (directory.iterdir() if directory.is_dir() else [])
+        if (match := _NAME.fullmatch(path.name)) and (path / META).exists()
+    ]
+    return max(found)[1] if found else None
+
+
+def save(engine: Engine, directory: Path, progress: Progress, arguments_yaml: str) -> Path:
+    """Write `directory`/step_… . Collective. An interrupted save leaves no step_ directory; an earlier one stays whole.
+
+    Stored: fp32 masters, optimizer moments, router biases, the step and samples consumed, the model's configuration, the
+    flags. Training draws no random numbers after initialisation, so no generator's state is needed to go on bit for bit.
+    """
+    mesh = engine.mesh
+    final = directory / f"step_{progress.step:08d}"
+    partial = directory / f".{final.name}.partial"
+    if mesh.world.is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    barrier(mesh.world)
+    with _quiet():
+        dcp.save(_state(engine), checkpoint_id=partial, no_dist=mesh.world_size == 1)
+    if mesh.world.is_first:
+        meta = {
+            "format": FORMAT,
+            **dataclasses.asdict(progress),
+            "optimizer": engine.arguments.optimizer.optimizer,
+            "layout": dataclasses.asdict(mesh.layout) | {"world_size": mesh.world_size},
+            "torch": torch.__version__,
+            "model": engine.config.to_dict(),
+        }
+        (partial / "config.yaml").write_text(arguments_yaml, encoding="utf-8")
+        (partial / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        for file in ("config.yaml", META, "."):
+            _fsync(partial / file)
+        replaced = directory / f".{final.name}.replaced"
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        _fsync(directory)
+        shutil.rmtree(replaced, ignore_errors=True)
+    barrier(mesh.world)
+    return final
+
+
+def load(engine: Engine, path: Path) -> Progress:
+    """Fill masters, parameters, moments and router biases from the checkpoint at `path`. Collective.
+
+    Raises ConfigurationError, before anything changes, for a checkpoint of another model, optimizer or format.
+    """
+    meta = _read_meta(path)
+    if gather_objects(meta, engine.mesh.world).count(meta) != engine.mesh.world_size:
+        raise ConfigurationError(f"ranks read different checkpoints at {path}: is the directory shared by all hosts?")
+    _check_model(DeepSeekConfig.from_dict(meta["model"]), engine.config, path)
+    if meta["optimizer"] != engine.arguments.optimizer.optimizer:
+        raise ConfigurationError(
+            f"{path} was saved with --optimizer {meta['optimizer']}, this run has "
+            f"--optimizer {engine.arguments.optimizer.optimizer}: use the same"
+        )
+    engine.optimizer.prepare_moments(meta["step"])
+    with _quiet():
+        dcp.load(_state(engine), checkpoint_id=path, no_dist=engine.mesh.world_size == 1)
+    engine.optimizer.refresh_parameters()
+    return Progress(meta["step"], meta["consumed_samples"])
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((path / META).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is no complete checkpoint: {error}") from error
+    if meta.get("format") != FORMAT:
+        raise ConfigurationError(f"{path} has checkpoint format {meta.get('format')}, this version reads {FORMAT}")
+    return meta
+
+
+def _check_model(saved: DeepSeekConfig, ours: DeepSeekConfig, path: Path) -> None:
+    differences = [
+        f"{field.name} {getattr(saved, field.name)!r} there, {getattr(ours, field.name)!r} here"
+        for field in dataclasses.fields(DeepSeekConfig)
+        if field.name not in ("extra", "aux_loss_alpha", "initializer_range")
+        and getattr(saved, field.name) != getattr(ours, field.name)
+    ]
+    if differences:
+        raise ConfigurationError(f"{path} is a checkpoint of another model: {'; '.join(differences)}")
+
+
+def _state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Every tensor of the run under its global name; loading writes into these very tensors."""
+    mesh = engine.mesh
+    device_meshes: dict[str, DeviceMesh] = {}
+    masters = engine.optimizer.masters
+    state: dict[str, torch.Tensor] = {}
+    for name, master in masters.items():
+        state[f"model.{name}"] = _global(master.detach(), sharding_of(master), mesh, device_meshes)
+    for kind, moments in engine.optimizer.moments().items():
+        for name, moment in moments.items():
+            state[f"optimizer.{kind}.{name}"] = _global(moment, sharding_of(masters[name]), mesh, device_meshes)
+    for name, buffer in engine.named_buffers():
+        state[f"model.{name}"] = buffer
+    return state
+
+
+def _global(
+    local: torch.Tensor, sharding: Sharding, mesh: Mesh, device_meshes: dict[str, DeviceMesh]
+) -> torch.Tensor:
+    """This rank's block as a part of the global tensor; a whole tensor as it is (the saver stores one of its copies)."""
+    axis: Axis | None = sharding.axis_of(mesh)
+    if axis is None or axis.group is None:
+        return local
+    if axis.name not in device_meshes:
+        device_meshes[axis.name] = DeviceMesh.from_group(axis.group, mesh.device.type)
+    shape = torch.Size(sharding.global_shape(local.shape))
+    assert sharding.split_dim is not None
+    return DTensor.from_local(
+        valid_part(local, sharding, mesh),
+        device_meshes[axis.name],
+        [Shard(sharding.split_dim)],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _quiet(warnings.catch_warnings):
+    """torch warns about its own deprecated internals on every save and load."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.filterwarnings("ignore", module=r"torch\.")

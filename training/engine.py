@@ -1,0 +1,151 @@
+"""One training step over the mesh: micro-batches through the pipeline, gradients reduced, clipped, applied.
+
+Lives here: the composition of model, pipeline, reducer and optimizer; no files, no terminal, no data reading. May import the
+rooms below. `trainer.py` is the loop around it; tests drive it directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from model.config import DeepSeekConfig
+from model.deepseek import ModelOptions, build_stages
+from model.microbatch import MicroBatch, set_denominators
+from model.moe import routers, update_router_bias
+from parallel.comm import all_reduce_
+from parallel.gradients import GradientReducer
+from parallel.mesh import Mesh
+from parallel.pipeline.runtime import PipelineRuntime
+from parallel.pipeline.schedule import Schedule, make_schedule
+from training.arguments import Arguments
+from training.optimizer import Optimizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, the same on every rank.
+
+    losses: by name: "lm" (mean nats a token over the global batch), "mtp_1", …, "aux"; grad_norm: before clipping;
+    tokens: that counted in the loss; expert_loads: int64 [routers of this stage, experts], choices of the global batch.
+    """
+
+    losses: dict[str, float]
+    grad_norm: float
+    tokens: float
+    expert_loads: torch.Tensor
+
+
+class Engine:
+    """A DeepSeek model on this rank's part of the mesh, ready to train.
+
+    Building it is collective. config: with the overrides of the flags applied already (see `effective_config`).
+    """
+
+    def __init__(self, config: DeepSeekConfig, arguments: Arguments, mesh: Mesh):
+        self.config, self.arguments, self.mesh = config, arguments, mesh
+        training, parallel = arguments.training, arguments.parallel
+        placement = make_schedule(parallel.pipeline_schedule, mesh.pp.size, 1).placement
+        options = ModelOptions(
+            recompute=training.recompute_granularity,
+            mtp_loss_scaling_factor=arguments.model.mtp_loss_scaling_factor,
+            mtp_hidden=arguments.model.mtp_hidden,
+        )
+        self.stages = build_stages(
+            config,
+            mesh,
+            placement,
+            options,
+            arguments.run.seed,
+            parallel.pipeline_layers or None,
+            arguments.model.init_method_std,
+        )
+        self.dtype = DTYPES[training.precision]
+        for _, parameter in self.named_parameters():
+            # Parameters only: buffers such as the router's bias stay fp32.
+            parameter.data = parameter.data.to(self.dtype)
+        self.reducer = GradientReducer(
+            self.named_parameters(),
+            mesh,
+            arguments.distributed.bucket_cap_mb,
+            arguments.distributed.overlap_grad_reduce,
+        )
+        self.optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
+        self.runtime = PipelineRuntime(mesh, self.stages, self.dtype)
+        self.routers = routers(self.stages.values())
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Global name and parameter, in forward order, of every stage of this rank."""
+        for stage in self.stages.values():
+            yield from stage.named_parameters()
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Persistent buffers (router biases) by global name; whole and equal on every rank of the stage."""
+        for stage in self.stages.values():
+            persistent = stage.state_dict(keep_vars=True).keys()
+            yield from ((name, buffer) for name, buffer in stage.named_buffers() if name in persistent)
+
+    def train_step(self, microbatches: Sequence[MicroBatch], lr: float) -> StepResult:
+        """Forward, backward, reduce, clip, update. Collective.
+
+        microbatches: this dp rank's part of the global batch, the same on its tp, cp and pp ranks; lr: for this step.
+        """
+        self.forward_backward(microbatches)
+        norm = self.reducer.clip(self.arguments.optimizer.clip_grad)
+        self.optimizer.step(lr)
+        loads = update_router_bias(self.routers, self.mesh, self.arguments.model.router_bias_update_rate)
+        losses = self._reported(microbatches)
+        assert microbatches[0].denominators is not None
+        return StepResult(losses, norm.item(), microbatches[0].denominators.tokens.item(), loads)
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch]) -> None:
+        """The gradient of the global batch's loss in every `main_grad`, summed over all replicas. Collective."""
+        for stage in self.stages.values():
+            stage.train()
+        self.reducer.zero()
+        set_denominators(microbatches, self.config.num_mtp_layers, self.mesh)
+        self.runtime.run(self._schedule(len(microbatches), True), microbatches, self._shape(microbatches), self.reducer)
+        self.reducer.finish()
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
+        """The losses of one global batch, by name as in `StepResult`, without touching any state. Collective."""
+        for stage in self.stages.values():
+            stage.eval()
+        set_denominators(microbatches, self.config.num_mtp_layers, self.mesh)
+        self.runtime.run(self._schedule(len(microbatches), False), microbatches, self._shape(microbatches))
+        return self._reported(microbatches)
+
+    def loss_names(self) -> list[str]:
+        """The losses of this model, in the order they are reported."""
+        names = ["lm", *(f"mtp_{depth}" for depth in range(1, self.config.num_mtp_layers + 1))]
+        return names if self.config.aux_loss_kind == "none" else [*names, "aux"]
+
+    def _reported(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Sum what the stages recorded over micro-batches and the world: one small message, the same on every rank."""
+        names = self.loss_names()
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.device)
+        for batch in microbatches:
+            for i, name in enumerate(names):
+                if name in batch.losses:
+                    sums[i] += batch.losses[name]
+        all_reduce_(sums, self.mesh.world)
+        return dict(zip(names, sums.tolist(), strict=True))
+
+    def _schedule(self, microbatches: int, training: bool) -> Schedule:
+        key = (microbatches, training)
+        if key not in self._schedules:
+            table = make_schedule(self.arguments.parallel.pipeline_schedule, self.mesh.pp.size, microbatches)
+            self._schedules[key] = table if training else table.forward_only()
+        return self._schedules[key]
+
+    def _shape(self, microbatches: Sequence[MicroBatch]) -> torch.Size:
+        """Of the activations between stages: [s/tp, b, h]."""
+        batch, length = microbatches[0].tokens.shape
+        return torch.Size((length // self.mesh.tp.size, batch, self.config.hidden_size))

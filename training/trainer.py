@@ -1,0 +1,241 @@
+"""The training loop and its surroundings: data in, steps, validation, metrics, checkpoints.
+
+Lives here: what happens around `Engine.train_step`. May import every room below `tools`. One rank (rank 0) writes metrics,
+TensorBoard and the terminal; every rank logs to its own file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.batches import Batches, MicroBatchTensors, ValidationSteps
+from data.bigram import bigram_baseline
+from data.build import build_datasets
+from data.samples import SampleSource
+from data.tokenizer import load_tokenizer
+from model.config import DeepSeekConfig
+from model.flops import flops_per_token, parameter_count
+from model.microbatch import MicroBatch
+from parallel.comm import all_reduce_
+from parallel.mesh import Mesh
+from training import checkpoint
+from training.arguments import Arguments
+from training.command_line import to_yaml
+from training.engine import Engine, StepResult
+from training.failures import ConfigurationError
+from training.logs import RankLogs
+from training.metrics import Meter, MetricsFile, TensorBoard
+from training.progress import Progress
+from training.run_directory import Start
+from training.schedule import LearningRateSchedule, lr_at
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One run, from its first or its resumed step to the last. Building it is collective.
+
+    config: the model with the flags' overrides applied; start: how the run directory was entered; logs: this rank's.
+    """
+
+    def __init__(self, arguments: Arguments, config: DeepSeekConfig, mesh: Mesh, start: Start, logs: RankLogs):
+        self.arguments, self.config, self.mesh = arguments, config, mesh
+        self.directory, self.logs = start.directory, logs
+        self.writes = mesh.world.is_first
+        self.schedule = LearningRateSchedule.from_arguments(arguments)
+        self.train_set, self.valid_set = self._datasets()
+        self.engine = Engine(config, arguments, mesh)
+        self.done = self._load(start)
+        self.train_batches, self.validation = self._batches()
+        self.bigram_loss = self._bigram_loss()
+        training = arguments.training
+        self.meter = Meter(
+            flops_per_token(config, training.seq_length), mesh.world_size, mesh.device, arguments.logging.peak_tflops
+        )
+
+    def run(self) -> None:
+        """Train to --train-iters, validate, save; return when all is on disk. Collective."""
+        training, checkpoints = self.arguments.training, self.arguments.checkpoint
+        last = training.train_iters
+        self._say_what_runs()
+        metrics = MetricsFile(self.directory.metrics, self.done.step) if self.writes else None
+        board = TensorBoard(self.directory.tensorboard, self.done.step) if self.writes else None
+        if board is not None:
+            board.text("configuration", to_yaml(self.arguments))
+        interval = self.arguments.logging.log_interval
+        try:
+            with Progress(last, self.done.step, interval, enabled=self.writes) as progress:
+                for step in range(self.done.step + 1, last + 1):
+                    self.logs.step = step
+                    record = self._step(step)
+                    if self.validation and (step % training.eval_interval == 0 or step == last):
+                        record |= self._validate()
+                    if metrics is not None and board is not None:
+                        metrics.write(record)
+                        board.write(record)
+                    progress.update(record)
+                    logger.info("step %d: %s", step, _short(record), extra={"terminal": False})
+                    if step == last or (checkpoints.save_interval and step % checkpoints.save_interval == 0):
+                        self._save()
+        finally:
+            self.train_batches.close()
+            if metrics is not None and board is not None:
+                metrics.close()
+                board.close()
+
+    def _step(self, step: int) -> dict[str, Any]:
+        self.meter.start()
+        lr = lr_at(self.done.consumed_samples, self.schedule)
+        result = self.engine.train_step(self._microbatches(self.train_batches.next_step()), lr)
+        training = self.arguments.training
+        self.done = checkpoint.Progress(step, self.train_batches.consumed_samples)
+        loss = result.losses["lm"]
+        if not (math.isfinite(loss) and math.isfinite(result.grad_norm)):
+            raise RuntimeError(
+                f"step {step}: loss {loss}, gradient norm {result.grad_norm}: the parameters are no longer usable; "
+                f"resume from {checkpoint.newest(self.directory.checkpoints) or 'the start'} with a lower --lr than {lr:.3g}"
+            )
+        mtp = [value for name, value in result.losses.items() if name.startswith("mtp")]
+        tokens = training.global_batch_size * training.seq_length
+        return {
+            "step": step,
+            "loss": loss,
+            **({"mtp_loss": sum(mtp) / len(mtp)} if mtp else {}),
+            **({"aux_loss": result.losses["aux"]} if "aux" in result.losses else {}),
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "tokens": self.done.consumed_samples * training.seq_length,
+            "loss_tokens": int(result.tokens),
+            **self._balance(result),
+            **self.meter.stop(tokens),
+        }
+
+    def _balance(self, result: StepResult) -> dict[str, float]:
+        """MaxVio (2408.15664) of the worst layer: the busiest expert's load over the mean, minus 1. Collective over pp."""
+        if self.config.first_k_dense_replace >= self.config.num_layers_with_mtp:
+            return {}
+        loads = result.expert_loads.double()
+        worst = (loads.amax(-1) / loads.mean(-1) - 1).amax() if loads.numel() else loads.new_zeros(())
+        worst = worst.reshape(1).clone()
+        all_reduce_(worst, self.mesh.pp, op="max")
+        return {"expert_max_violation": worst.item()}
+
+    def _validate(self) -> dict[str, float]:
+        assert self.validation is not None
+        losses = [self.engine.evaluate(self._microbatches(step))["lm"] for step in self.validation]
+        record = {"valid_loss": sum(losses) / len(losses)}
+        return record if self.bigram_loss is None else record | {"bigram_loss": self.bigram_loss}
+
+    def _save(self) -> None:
+        path = checkpoint.save(self.engine, self.directory.checkpoints, self.done, to_yaml(self.arguments))
+        logger.info("saved %s", path, extra={"terminal": False})
+
+    def _load(self, start: Start) -> checkpoint.Progress:
+        """From the run's newest checkpoint when resuming, else from --load, else from nothing."""
+        path = checkpoint.newest(self.directory.checkpoints) if start.resumed else None
+        if path is None and self.arguments.checkpoint.load:
+            path = checkpoint.newest(Path(self.arguments.checkpoint.load))
+            if path is None:
+                raise ConfigurationError(f"--load {self.arguments.checkpoint.load} holds no complete checkpoint")
+        if path is None:
+            if start.resumed:
+                logger.info("the earlier run saved no checkpoint: starting from step 1")
+            return checkpoint.Progress(0, 0)
+        done = checkpoint.load(self.engine, path)
+        logger.info("loaded %s: %d steps, %d sequences", path, done.step, done.consumed_samples)
+        return done
+
+    def _datasets(self) -> tuple[SampleSource, SampleSource | None]:
+        training, data = self.arguments.training, self.arguments.data
+        train_samples = training.train_iters * training.global_batch_size
+        valid_samples = training.eval_iters * training.global_batch_size
+        try:
+            train, valid, _ = build_datasets(
+                data.data_path,
+                data.split,
+                training.seq_length,
+                self.arguments.run.seed,
+                train_samples,
+                valid_samples,
+                test_samples=0,
+                vocab_size=self.config.vocab_size,
+            )
+        except (ValueError, FileNotFoundError) as error:
+            raise ConfigurationError(str(error)) from error
+        assert train is not None
+        return train, valid
+
+    def _batches(self) -> tuple[Batches, ValidationSteps | None]:
+        training, data = self.arguments.training, self.arguments.data
+        common: dict[str, Any] = dict(
+            seq_length=training.seq_length,
+            micro_batch_size=training.micro_batch_size,
+            global_batch_size=training.global_batch_size,
+            dp_rank=self.mesh.dp.rank,
+            dp_size=self.mesh.dp.size,
+            eod_id=self._eod_id(),
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
+        train = Batches(self.train_set, consumed_samples=self.done.consumed_samples, **common)
+        valid = None
+        if self.valid_set is not None:
+            valid = ValidationSteps(self.valid_set, training.eval_iters, **common)
+        return train, valid
+
+    def _eod_id(self) -> int | None:
+        path = self.arguments.data.tokenizer_model
+        if path is None:
+            return None
+        tokenizer = load_tokenizer(path)
+        if tokenizer.vocab_size > self.config.vocab_size:
+            raise ConfigurationError(
+                f"--tokenizer-model {path} has {tokenizer.vocab_size} ids, the model's vocab_size is "
+                f"{self.config.vocab_size}: use the tokenizer the model is made for, or raise vocab_size"
+            )
+        return tokenizer.eod_id
+
+    def _bigram_loss(self) -> float | None:
+        """Validation loss of a smoothed bigram model of all training tokens of the run; on the writing rank only."""
+        if not (self.arguments.data.bigram_baseline and self.writes and self.valid_set is not None):
+            return None
+        logger.info("fitting the bigram baseline on the run's training tokens")
+        train = map(self.train_set.sample, range(len(self.train_set)))
+        valid = map(self.valid_set.sample, range(len(self.valid_set)))
+        eod_id = self._eod_id() if self.arguments.data.eod_mask_loss else None
+        return bigram_baseline(train, valid, self.config.vocab_size, eod_id)
+
+    def _microbatches(self, step: list[MicroBatchTensors]) -> list[MicroBatch]:
+        return [MicroBatch(**tensors).to(self.mesh.device) for tensors in step]
+
+    def _say_what_runs(self) -> None:
+        layout, count = self.mesh.layout, parameter_count(self.config)
+        sizes = {"tp": layout.tp, "pp": layout.pp, "dp": self.mesh.dp.size, "cp": layout.cp, "ep": layout.ep}
+        split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no split"
+        training = self.arguments.training
+        logger.info(
+            "%s parameters (%s activated), %d ranks (%s) on %s, %d micro-batches of %d x %d tokens each",
+            f"{count.total:,}",
+            f"{count.activated:,}",
+            self.mesh.world_size,
+            split,
+            self.mesh.device.type,
+            training.global_batch_size // training.micro_batch_size // self.mesh.dp.size,
+            training.micro_batch_size,
+            training.seq_length,
+        )
+        logger.info("torch %s, pipeline layers %s", torch.__version__, self._layers_here(), extra={"terminal": False})
+
+    def _layers_here(self) -> str:
+        return ", ".join(itertools.chain.from_iterable(stage.layers.keys() for stage in self.engine.stages.values()))
+
+
+def _short(record: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.6g}" for name, value in record.items() if name != "step")
