@@ -1,6 +1,6 @@
 """Micro-batches of one data-parallel rank, in an order that depends on the number of samples consumed and nothing else.
 
-May import torch, numpy, `data.samples` and `data.prefetch` only.
+May import torch, numpy, `data.indexed`, `data.samples` and `data.prefetch` only.
 Source: Megatron's MegatronPretrainingSampler (who takes which sample) and _get_ltor_masks_and_position_ids (masks).
 
 Shapes: b micro-batch size, s sequence length. All tensors are on the CPU.

@@ -1,6 +1,6 @@
 """A smoothed bigram model: the loss that a language model must beat to show that it uses more than the previous token.
 
-May import numpy only.
+May import numpy and `data.indexed` only.
 Source: interpolated modified Kneser-Ney smoothing, Chen and Goodman 1999, eqs. 20 to 26, discounts in closed form.
 """
 

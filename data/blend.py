@@ -1,6 +1,6 @@
 """Several datasets mixed by weight, and one dataset divided into train, valid and test.
 
-May import numpy and `data.samples` only.
+May import numpy, `data.indexed` and `data.samples` only.
 Source: Megatron's BlendedDataset, `--data-path` and `--split`; the order of a blend is Webster's (Sainte-Laguë's)
 method.
 """

@@ -219,7 +219,10 @@ def test_an_error_in_the_thread_comes_out_in_its_place_with_its_traceback() -> N
 
 
 def test_close_ends_the_thread_wherever_it_is() -> None:
-    before = threading.active_count()
+    def alive() -> int:
+        return sum(thread.name == "data-prefetch" for thread in threading.enumerate())
+
+    before = alive()
     waiting = Prefetcher(iter(range(100)), 2)  # its queue is full
     entered, leave = threading.Event(), threading.Event()
 
@@ -238,5 +241,4 @@ def test_close_ends_the_thread_wherever_it_is() -> None:
         prefetcher.close()
         with pytest.raises(RuntimeError, match="closed"):
             next(prefetcher)
-    time.sleep(0.06)  # the timer's own thread
-    assert threading.active_count() == before
+    assert alive() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import struct
 import sys
 import types
@@ -169,6 +170,23 @@ def test_an_interrupted_writer_leaves_earlier_files_and_nothing_new(tmp_path: Pa
         raise RuntimeError("stop")
     assert IndexedDataset(tmp_path / "x").document(0).tolist() == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+def test_an_old_index_never_stands_beside_new_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small(tmp_path / "x", [[1, 2, 3]])
+    replace = os.replace
+
+    def fail_at_the_index(source: Path, target: Path) -> None:
+        if target.suffix == ".idx":
+            raise OSError("the disk went away")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail_at_the_index)
+    with pytest.raises(OSError, match="disk"):
+        small(tmp_path / "x", [[4, 5], [6]])
+    with pytest.raises(FileNotFoundError, match=r"x\.idx is missing"):
+        IndexedDataset(tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
 
 
 @pytest.mark.parametrize("ids", [[3, 100], [-1]])
