@@ -236,7 +236,7 @@ class ProcessPool:
         dead: list[int] = []
         failed: list[int] = []  # in the order of their reports
         while len(outcomes) + len(dead) < len(workers) and (left := deadline - time.monotonic()) > 0:
-            waiting = {
+            waiting: dict[Any, int] = {
                 handle: rank
                 for rank, worker in enumerate(workers)
                 if rank not in outcomes and rank not in dead
