@@ -33,9 +33,9 @@ class Job:
     overrides: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
     steps: int = 10
-    global_batch: int = 8
+    global_batch: int = 4
     micro_batch: int = 1
-    length: int = 32
+    length: int = 48
     lr: float = 0.0
 
     def model(self) -> DeepSeekConfig:

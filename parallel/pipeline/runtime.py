@@ -58,6 +58,7 @@ class PipelineRuntime:
         self.stages = stages
         self.like = torch.empty(0, dtype=dtype, device=mesh.device)
         self._checked: dict[int, Schedule] = {}
+        self._connected: set[tuple[str, int, int]] = set()
 
     def run(
         self,
@@ -76,6 +77,7 @@ class PipelineRuntime:
             raise ValueError(f"{schedule.name} is for {schedule.microbatches} micro-batches, got {len(microbatches)}")
         if id(schedule) not in self._checked:
             check(schedule)
+            self._connect(schedule)
             self._checked[id(schedule)] = schedule
         row = schedule.actions[self.mesh.pp.rank]
         inboxes = self._open_inboxes(schedule, row, shape)
@@ -108,6 +110,24 @@ class PipelineRuntime:
         # Nobody may leave with a message still under way: the receiver would see a closed connection.
         for work, _ in sends:
             work.wait()
+
+    def _connect(self, schedule: Schedule) -> None:
+        """Use every directed edge of the table once, in one order on all ranks.
+
+        A backend connects two ranks when they first meet, and blocks until both are there (NCCL always, gloo when lazy). Were
+        the first use the early-posted receives, two neighbours could each wait for the other on another edge.
+        """
+        for axis, step in ((self.mesh.activations, 1), (self.mesh.gradients, -1)):
+            for stage, source in enumerate(schedule.placement):
+                target = schedule.placement[stage + step] if 0 <= stage + step < schedule.stages else source
+                edge = (axis.name, source, target)
+                if source == target or edge in self._connected:
+                    continue
+                self._connected.add(edge)
+                if axis.rank == source:
+                    isend(self.like.new_zeros(1), axis, target).wait()
+                elif axis.rank == target:
+                    irecv(self.like.new_empty(1), axis, source).wait()
 
     def _edge(self, schedule: Schedule, action: Action, step: int) -> tuple[Axis, int] | None:
         """Axis and peer of the neighbour stage `step` further along the action's direction; None beyond the ends."""
