@@ -234,7 +234,9 @@ class DeepSeekConfig:
         return "softmax" if self.scoring_func == "softmax" else "normalized_sigmoid"
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether block `layer` (0-based, MTP depths included) has experts: DeepSeek's rule."""
+        """Whether block `layer` (from 0) has experts: DeepSeek's rule for the main model; MTP blocks always have."""
+        if layer >= self.num_hidden_layers:
+            return True
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     # Checks

@@ -51,8 +51,8 @@ def test_published_values() -> None:
 
 
 def test_layers_with_experts_follow_dense_first_and_frequency() -> None:
-    config = DeepSeekConfig.from_dict(values_of(num_hidden_layers=8, first_k_dense_replace=3, moe_layer_freq=2))
-    assert [i for i in range(config.num_layers_with_mtp) if config.is_moe_layer(i)] == [4, 6, 8]
+    config = DeepSeekConfig.from_dict(values_of(num_hidden_layers=9, first_k_dense_replace=3, moe_layer_freq=2))
+    assert [i for i in range(config.num_layers_with_mtp) if config.is_moe_layer(i)] == [4, 6, 8, 9]  # 9 is MTP
     v3 = DeepSeekConfig.from_file(MODELS / "deepseek_v3.json")
     assert [i for i in range(62) if not v3.is_moe_layer(i)] == [0, 1, 2]
 
