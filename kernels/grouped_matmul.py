@@ -47,5 +47,6 @@ def grouped_matmul(x_rk: torch.Tensor, w_gnk: torch.Tensor, ends_g: torch.Tensor
     (fp32, bf16, fp16). Sizes that torch's grouped product can't align take the reference path.
     """
     if x_rk.shape[0] and _aligned(x_rk, x_rk.shape[1], w_gnk.shape[1]):
-        return _GroupedMatmul.apply(x_rk, w_gnk, ends_g)
+        # Neither may be transposed: its rows would then be misaligned, whatever its sizes.
+        return _GroupedMatmul.apply(x_rk.contiguous(), w_gnk.contiguous(), ends_g)
     return grouped_matmul_reference(x_rk, w_gnk, ends_g)

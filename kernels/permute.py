@@ -1,7 +1,7 @@
 """Rows to their experts' order and back, with backward passes that gather instead of scatter.
 
-Lives here: the two ops around a mixture of experts. Imports torch only. Each token has k rows, one for each chosen expert;
-both directions and both gradients are deterministic gathers (an index_add would add in an order of its own).
+Lives here: the two ops around a mixture of experts. Imports torch only. Each token has k rows, one for each chosen
+expert; both directions and both gradients are deterministic gathers (an index_add would add in an order of its own).
 Shapes: t tokens, k choices, r = t·k rows, h hidden.
 """
 
@@ -55,8 +55,8 @@ def _sum_choices(rows_rh: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
 def expert_order(expert_tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(order_r, place_tk) of a stable sort of all choices by expert.
 
-    expert_tk: int64 [t, k]. Row i of the sorted rows is choice order_r[i] of the flattened [t·k]; token t's choice k lies at
-    row place_tk[t, k].
+    expert_tk: int64 [t, k]. Row i of the sorted rows is choice order_r[i] of the flattened [t·k]; token t's choice k
+    lies at row place_tk[t, k].
     """
     order_r = expert_tk.flatten().argsort(stable=True)
     place_r = torch.empty_like(order_r)
@@ -70,5 +70,5 @@ def dispatch(x_th: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) 
 
 
 def combine(y_rh: torch.Tensor, weight_tk: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
-    """Each token's weighted sum of its k rows: [r, h] -> [t, h]. `weight_tk` has y's dtype; gradients for y and weight."""
+    """Each token's weighted sum of its k rows: [r, h] -> [t, h]. `weight_tk` has y's dtype; both get gradients."""
     return _Combine.apply(y_rh, weight_tk, order_r, place_tk)

@@ -51,7 +51,8 @@ class Sharding:
         """True on exactly one of the ranks that hold the same values: who counts it in a norm."""
         if self.pipeline_ranks and mesh.pp.rank != self.pipeline_ranks[0]:
             return False
-        return self.gradient_axis(mesh).is_first
+        # A whole parameter lies on every tp rank, also where its gradient needn't be summed over them.
+        return (mesh.stage if self.split_dim is None else self.gradient_axis(mesh)).is_first
 
     def global_shape(self, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """The parameter's shape before it was cut, without padding."""

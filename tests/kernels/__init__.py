@@ -1,0 +1,1 @@
+"""Tests of the kernels: each op against its PyTorch reference."""

@@ -1,0 +1,91 @@
+"""Dispatch to experts and back against the index_add formulation, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.permute import combine, dispatch, expert_order
+
+# tokens, choices, experts, hidden
+SIZES = [(17, 2, 8, 5), (1, 3, 4, 7), (13, 1, 3, 6), (33, 6, 6, 1), (0, 2, 4, 3), (9, 2, 64, 3)]
+
+
+def choose(tokens: int, choices: int, experts: int) -> torch.Tensor:
+    """[t, k], as top-k gives them: no expert twice for one token, in no order."""
+    return torch.rand(tokens, experts).topk(choices).indices
+
+
+@pytest.mark.parametrize("t, k, e, h", SIZES)
+def test_rows_are_sorted_by_expert_and_each_choice_knows_its_row(t: int, k: int, e: int, h: int) -> None:
+    expert = choose(t, k, e)
+    order, place = expert_order(expert)
+    sorted_experts = expert.flatten()[order]
+    assert (sorted_experts.diff() >= 0).all()
+    assert torch.equal(order[place.flatten()], torch.arange(t * k))
+    for number in range(e):  # stable: within an expert, tokens keep their order
+        assert (order[sorted_experts == number].diff() > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("t, k, e, h", SIZES)
+def test_there_and_back_equals_index_add(t: int, k: int, e: int, h: int, dtype: torch.dtype) -> None:
+    order, place = expert_order(choose(t, k, e))
+    inputs = (torch.randn(t, h).to(dtype), torch.randn(t * k, h).to(dtype), torch.randn(t, k).to(dtype))
+    grads = torch.randn(t * k, h).to(dtype), torch.randn(t, h).to(dtype)
+
+    x, factor, weight = (i.clone().requires_grad_() for i in inputs)
+    rows = dispatch(x, order, place)
+    rows_before = rows.detach().clone()
+    mixed = combine(rows * factor, weight, order, place)
+    torch.autograd.backward([rows, mixed], [g.clone() for g in grads])
+
+    x_ref, factor_ref, weight_ref = (i.double().requires_grad_() for i in inputs)
+    token = order // k
+    rows_ref = x_ref.index_select(0, token)
+    weighted = rows_ref * factor_ref * weight_ref.flatten()[order, None]
+    mixed_ref = torch.zeros(t, h, dtype=torch.float64).index_add(0, token, weighted)
+    torch.autograd.backward([rows_ref, mixed_ref], [g.double() for g in grads])
+
+    bound = 1e-12 if dtype == torch.float64 else 3e-2
+    pairs = {
+        "rows": (rows_before, rows_ref),
+        "output": (mixed, mixed_ref),
+        "gradient of x": (x.grad, x_ref.grad),
+        "gradient of the rows": (factor.grad, factor_ref.grad),
+        "gradient of the weights": (weight.grad, weight_ref.grad),
+    }
+    for name, (found, expected) in pairs.items():
+        assert found is not None and expected is not None and found.dtype == dtype, name
+        assert (found.double() - expected).norm() <= bound * expected.norm(), name
+
+
+def test_gradients_pass_a_numerical_check() -> None:
+    order, place = expert_order(choose(5, 3, 4))
+    x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(15, 2, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: dispatch(x, order, place), x)
+    assert torch.autograd.gradcheck(lambda y, weight: combine(y, weight, order, place), (y, weight))
+
+
+def test_the_same_input_gives_the_same_bits_whatever_the_other_tokens_chose() -> None:
+    """A token's sum runs over its choices in their order, so it depends on that token alone."""
+    t, k, e, h = 29, 4, 8, 11
+    expert = choose(t, k, e)
+    values = torch.randn(t, k, h)  # of token t's choice k, whatever row that is
+    weight = torch.randn(t, k)
+
+    def run(expert: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        order, place = expert_order(expert)
+        mixed = combine(values.flatten(0, 1)[order], weight, order, place)
+        x = torch.zeros(t, h, requires_grad=True)
+        dispatch(x, order, place).backward(values.flatten(0, 1)[order])
+        assert x.grad is not None
+        return mixed, x.grad
+
+    other = choose(t, k, e)
+    other[0] = expert[0]
+    for first, again, elsewhere in zip(run(expert), run(expert), run(other), strict=True):
+        assert torch.equal(first, again)
+        assert torch.equal(first, elsewhere)
