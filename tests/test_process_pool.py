@@ -24,7 +24,7 @@ def sum_over_ranks(offset: torch.Tensor) -> tuple[int, int, torch.Tensor, str]:
 
 
 def descriptors_after_groups() -> int:
-    for _ in range(4):
+    for _ in range(3):
         group = dist.new_group(list(range(dist.get_world_size())))
         dist.all_reduce(torch.ones(3), group=group)
     return len(os.listdir("/proc/self/fd"))
@@ -194,10 +194,10 @@ def test_world_size_out_of_range_is_refused(run_ranks: RunRanks, world_size: int
 
 
 def test_descriptors_do_not_leak(run_ranks: RunRanks) -> None:
-    run_ranks(4, descriptors_after_groups)
+    run_ranks(2, descriptors_after_groups)
     here = len(os.listdir("/proc/self/fd"))
-    counts = [run_ranks(4, descriptors_after_groups) for _ in range(30)]
-    # A call leaves none: the four groups of one call are open while it counts, those of 29 others are not.
+    counts = [run_ranks(2, descriptors_after_groups) for _ in range(30)]
+    # A call leaves none: the three groups of one call are open while it counts, those of 29 others are not.
     assert max(counts[-1]) <= max(counts[0]) + 2, counts
     assert len(os.listdir("/proc/self/fd")) <= here + 2
 
