@@ -1,7 +1,7 @@
 """What this interpreter lacks of the project's requirements, for scripts/lib/environment.sh.
 
     python requirements.py missing run|dev   the requirements that aren't met, one a line; nothing when all are
-    python requirements.py constraints       constraints.txt, but with the versions of what is installed already
+    python requirements.py constraints       constraints.txt, in which what came with torch keeps its version
 
 Imports the standard library, and `packaging` where it is installed.
 """
@@ -50,9 +50,11 @@ def missing(purpose: str) -> list[str]:
 
 
 def constraints() -> list[str]:
-    """Lines for pip: the tested versions, but never another version of what this interpreter already has."""
+    """Lines for pip: the tested versions; where torch is there already, never another version of what it came with."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
+    if installed("torch") is None:  # ours to fill, pip's and setuptools' old versions of a new environment included
+        return pins
     found = {name: installed(name) for name in map(name_of, pins)}
     kept = [f"{name}=={present}" for name, present in found.items() if present]
     return kept + [pin for pin in pins if not found[name_of(pin)]]
