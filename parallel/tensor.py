@@ -96,6 +96,7 @@ class VocabularyParallelEmbedding(nn.Module):
     def __init__(self, vocab_size: int, hidden: int, mesh: Mesh, pipeline_ranks: tuple[int, ...] = ()):
         super().__init__()
         self.tp = mesh.tp
+        self.vocab_size = vocab_size
         rows = -(-vocab_size // mesh.tp.size)
         self.valid = shard_slice(vocab_size, mesh.tp.size, mesh.tp.rank)
         self.weight = _parameter((rows, hidden), Sharding(0, "tp", vocab_size, pipeline_ranks=pipeline_ranks))
@@ -106,6 +107,8 @@ class VocabularyParallelEmbedding(nn.Module):
             return F.embedding(ids_sb, self.weight)
         elsewhere_sb = (ids_sb < self.valid.start) | (ids_sb >= self.valid.stop)
         local_sb = (ids_sb - self.valid.start).masked_fill(elsewhere_sb, 0)
+        # An id that no rank holds: -1, which every rank's lookup refuses, so that none waits for another.
+        local_sb = local_sb.masked_fill((ids_sb < 0) | (ids_sb >= self.vocab_size), -1)
         partial_sbh = F.embedding(local_sb, self.weight).masked_fill(elsewhere_sb.unsqueeze(-1), 0.0)
         return scatter_sequence_sum(partial_sbh, self.tp)
 

@@ -43,6 +43,11 @@ def peak_activations(schedule: Schedule) -> list[int]:
 def _check_complete(schedule: Schedule) -> None:
     training = any(a.kind is Kind.BACKWARD for row in schedule.actions for a in row)
     kinds = list(Kind) if training else [Kind.FORWARD]
+    for stage, owner in enumerate(schedule.placement):
+        if not 0 <= owner < schedule.ranks:
+            raise ValueError(
+                f"{schedule.name}: stage {stage} lies on rank {owner}, the table has {schedule.ranks} ranks"
+            )
     for rank, row in enumerate(schedule.actions):
         expected = {
             Action(kind, stage, m)
