@@ -66,6 +66,17 @@ class Curve:
     biases: dict[int, list[float]]
 
 
+def flags_of(job: Job) -> Arguments:
+    """The command line's arguments for this job."""
+    return Arguments().replace(
+        tensor_model_parallel_size=job.layout.tp,
+        pipeline_model_parallel_size=job.layout.pp,
+        context_parallel_size=job.layout.cp,
+        expert_model_parallel_size=job.layout.ep,
+        **job.flags,
+    )
+
+
 def tokens_of_step(job: Job, step: int, vocab: int) -> torch.Tensor:
     """[global batch, s + 1] of a text with something to learn: few frequent tokens, and each often followed by its double."""
     generator = torch.Generator().manual_seed(1000 + step)
@@ -125,10 +136,7 @@ def train(job: Job) -> Curve:
     """Runs on every rank of a pool: `job.steps` steps on `job.layout`."""
     mesh = Mesh.create(job.layout)
     config = job.model()
-    names = ("tp", "pp", "cp", "ep")
-    words = ("tensor_model", "pipeline_model", "context", "expert_model")
-    sizes = {f"{word}_parallel_size": getattr(job.layout, name) for name, word in zip(names, words, strict=True)}
-    arguments = Arguments().replace(**sizes, **job.flags)
+    arguments = flags_of(job)
     engine = Engine(config, arguments, mesh)
     margins: dict[int, float] = {}
 
