@@ -113,6 +113,8 @@ prepare() {
   COMMAND=("$PYTHON" "$ROOT/pretrain_deepseek.py")
   if ! has_flag config; then
     COMMAND+=(--config "$ROOT/configs/runs/tiny_v3.yaml")
+    # The file names the model relative to the checkout, and this may be called from anywhere.
+    if ! has_flag model; then COMMAND+=(--model "$ROOT/configs/models/tiny_v3.json"); fi
     if ! has_flag data-path; then
       CORPUS=$DATA_DIR/python_library
       if [[ ${PREPARE:-1} != 0 ]]; then prepare_corpus; fi
