@@ -75,6 +75,10 @@ class PipelineRuntime:
         """
         if schedule.microbatches != len(microbatches):
             raise ValueError(f"{schedule.name} is for {schedule.microbatches} micro-batches, got {len(microbatches)}")
+        if schedule.ranks != self.mesh.pp.size:
+            raise ValueError(
+                f"{schedule.name} is a table for {schedule.ranks} pipeline ranks, this pipeline has {self.mesh.pp.size}"
+            )
         if id(schedule) not in self._checked:
             check(schedule)
             self._connect(schedule)

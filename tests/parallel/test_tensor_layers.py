@@ -1,7 +1,7 @@
 """Tensor-parallel layers split over 2 and 4 ranks against plain torch functions of the whole weight on one.
 
-Each rank compares its own part; a test then looks at the largest difference by name. Everything is fp64, so that a difference
-is a fault and not rounding.
+Each rank compares its own part; a test then looks at the largest difference by name. Everything is fp64, so that a
+difference is a fault and not rounding.
 """
 
 from __future__ import annotations

@@ -1,0 +1,221 @@
+"""The pipeline on real ranks with toy stages: outputs and gradients are those of the stages in sequence on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallel.gradients import GradientReducer
+from parallel.mesh import Layout, Mesh
+from parallel.pipeline import runtime as runtime_module
+from parallel.pipeline.runtime import PipelineRuntime
+from parallel.pipeline.schedule import Action, Kind, Schedule, make_schedule
+from parallel.sharding import Sharding
+
+RunRanks = Callable[..., list[Any]]
+WIDTH = 5
+SHAPE = torch.Size((3, 2, WIDTH))
+
+
+class Toy(nn.Module):
+    """One stage: tanh(x W + b); the first starts from the micro-batch, the last ends in a scalar."""
+
+    def __init__(self, seed: int, stage: int, last: bool):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed + stage)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).float())
+        self.weight.sharding = Sharding()  # type: ignore[attr-defined]
+        self.last = last
+        self.outputs: list[torch.Tensor] = []
+        self.with_gradient: list[bool] = []
+
+    def forward(self, x: torch.Tensor | None, microbatch: torch.Tensor) -> torch.Tensor:
+        # Transposed: what a stage hands on need not be contiguous.
+        y = ((microbatch if x is None else x) @ self.weight).tanh().transpose(0, 1).contiguous().transpose(0, 1)
+        y = (y * microbatch.cos()).square().sum() if self.last else y
+        self.outputs.append(y.detach().clone())
+        self.with_gradient.append(torch.is_grad_enabled() and y.requires_grad)
+        return y
+
+
+def microbatches_of(seed: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed + 100 + count)
+    return [torch.randn(SHAPE, generator=generator) for _ in range(count)]
+
+
+def in_sequence(seed: int, stages: int, count: int) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Of the dense model: each stage's outputs and weight gradients, in fp64."""
+    toys = [Toy(seed, stage, stage == stages - 1).double() for stage in range(stages)]
+    for microbatch in microbatches_of(seed, count):
+        x = None
+        for toy in toys:
+            x = toy(x, microbatch.double())
+        assert x is not None
+        x.backward()
+    return [toy.outputs for toy in toys], [toy.weight.grad for toy in toys]  # type: ignore[misc]
+
+
+def v_shaped(microbatches: int) -> Schedule:
+    """Stages 0 and 3 on rank 0, 1 and 2 on rank 1; forwards of rank 1 one ahead of its backwards."""
+    count = range(microbatches)
+    first = [Action(Kind.FORWARD, 0, m) for m in count]
+    second: list[Action] = []
+    for m in count:
+        first += [Action(Kind.FORWARD, 3, m), Action(Kind.BACKWARD, 3, m)]
+        second += [Action(Kind.FORWARD, 1, m), Action(Kind.FORWARD, 2, m)]
+    for m in count:
+        first += [Action(Kind.BACKWARD, 0, m)]
+        second += [Action(Kind.BACKWARD, 2, m), Action(Kind.BACKWARD, 1, m)]
+    return Schedule("v", microbatches, (0, 1, 1, 0), (tuple(first), tuple(second)))
+
+
+def interleaved(microbatches: int) -> Schedule:
+    """Stages 0 and 2 on rank 0, 1 and 3 on rank 1: activations flow both ways between the two."""
+    count = range(microbatches)
+    rows = []
+    for rank in range(2):
+        row = [Action(Kind.FORWARD, stage, m) for stage in (rank, rank + 2) for m in count]
+        row += [Action(Kind.BACKWARD, stage, m) for stage in (rank + 2, rank) for m in count]
+        rows.append(tuple(row))
+    return Schedule("interleaved", microbatches, (0, 1, 0, 1), tuple(rows))
+
+
+class NeverDone:
+    """A send that looks unfinished until it is waited for."""
+
+    def __init__(self, work: Any, waited: list[bool]):
+        self.work, self.waited, self.number = work, waited, len(waited)
+        waited.append(False)
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.waited[self.number] = True
+
+
+def run_tables(seed: int, tables: list[Schedule]) -> list[dict[str, Any]]:
+    """Every table in turn on one mesh, training, then evaluating, then training once more, by one runtime."""
+    mesh = Mesh.create(Layout(pp=torch.distributed.get_world_size()))
+    isend, waited = runtime_module.isend, list[bool]()
+    found = []
+    runtime, placement = None, None
+    for table in tables:
+        if table.placement != placement:
+            placement = table.placement
+            stages = {s: Toy(seed, s, s == table.stages - 1) for s in table.stages_of(mesh.pp.rank)}
+            named = [(f"{s}.weight", toy.weight) for s, toy in stages.items()]
+            reducer = GradientReducer(named, mesh)
+            runtime = PipelineRuntime(mesh, stages, torch.float32)
+        assert runtime is not None
+        microbatches = microbatches_of(seed, table.microbatches)
+        evaluation = table.forward_only()
+        record: dict[str, Any] = {}
+        for turn in ("train", "evaluate", "train again"):
+            reducer.zero()
+            waited.clear()
+            mesh.ledger.reset()
+            for toy in stages.values():
+                toy.outputs, toy.with_gradient = [], []
+            if turn == "evaluate":
+                runtime.run(evaluation, microbatches, SHAPE)
+            else:
+                if turn == "train again":  # edges are connected by now, so every send is one of the table's
+                    runtime_module.isend = lambda *a: NeverDone(isend(*a), waited)  # type: ignore[assignment]
+                    mesh.ledger.reset()
+                runtime.run(table, microbatches, SHAPE, reducer)
+                runtime_module.isend = isend
+                reducer.finish()
+            record[turn] = {
+                "outputs": {s: toy.outputs for s, toy in stages.items()},
+                "gradients": {s: toy.weight.main_grad.clone() for s, toy in stages.items()},  # type: ignore[operator]
+                "with gradient": [flag for toy in stages.values() for flag in toy.with_gradient],
+                "waited": list(waited),
+                "sent": (mesh.ledger.calls("activations"), mesh.ledger.bytes("activations")),
+                "sent back": (mesh.ledger.calls("gradients"), mesh.ledger.bytes("gradients")),
+            }
+        found.append(record)
+    return found
+
+
+def messages(table: Schedule, rank: int, kind: Kind) -> int:
+    """How many a rank must send: to another rank's stage, beyond neither end."""
+    step = 1 if kind is Kind.FORWARD else -1
+    owners = dict(enumerate(table.placement))
+    return sum(a.kind is kind and owners.get(a.stage + step, rank) != rank for a in table.actions[rank])
+
+
+TABLES = {
+    2: [make_schedule(name, 2, m) for name in ("1f1b", "gpipe") for m in (1, 2, 5)]
+    + [v_shaped(m) for m in (1, 3)]
+    + [interleaved(4)],
+    # Fewer micro-batches than ranks, too.
+    4: [make_schedule(name, 4, m) for name in ("1f1b", "gpipe") for m in (1, 3, 6)],
+}
+
+
+@pytest.mark.parametrize("ranks", TABLES)
+def test_every_table_computes_what_the_stages_compute_in_sequence(run_ranks: RunRanks, seed: int, ranks: int) -> None:
+    results = run_ranks(ranks, run_tables, seed, TABLES[ranks])
+    for number, table in enumerate(TABLES[ranks]):
+        outputs, gradients = in_sequence(seed, table.stages, table.microbatches)
+        for rank in range(ranks):
+            for turn, seen in results[rank][number].items():
+                where = f"{table.name} of {table.microbatches}, rank {rank}, {turn}"
+                assert tuple(seen["outputs"]) == table.stages_of(rank), where
+                for stage, found in seen["outputs"].items():
+                    torch.testing.assert_close([x.double() for x in found], outputs[stage], rtol=1e-4, atol=1e-5)
+                    if turn == "evaluate":
+                        assert not seen["gradients"][stage].any(), where
+                    else:
+                        error = (seen["gradients"][stage] - gradients[stage]).norm() / gradients[stage].norm()
+                        assert error < 1e-5, f"{where}: gradient of stage {stage} is off by {error:.1e}"
+                assert set(seen["with gradient"]) == {turn != "evaluate"}, where
+
+
+@pytest.mark.parametrize("ranks", TABLES)
+def test_each_message_is_sent_once_and_waited_for(run_ranks: RunRanks, seed: int, ranks: int) -> None:
+    """Between other ranks only; a rank that left with a send under way would close it under the receiver."""
+    tables = TABLES[ranks][-3:]
+    message = SHAPE.numel() * 4
+    for rank, records in enumerate(run_ranks(ranks, run_tables, seed, tables)):
+        for table, record in zip(tables, records, strict=True):
+            forward, backward = (messages(table, rank, kind) for kind in Kind)
+            last = record["train again"]
+            assert last["sent"] == (forward, forward * message), (rank, table.name)
+            assert last["sent back"] == (backward, backward * message), (rank, table.name)
+            assert last["waited"] == [True] * (forward + backward), (rank, table.name)
+            assert record["evaluate"]["sent"] == last["sent"] and record["evaluate"]["sent back"] == (0, 0)
+
+
+def wrong_calls() -> list[str]:
+    mesh = Mesh.create(Layout(pp=2))
+    runtime = PipelineRuntime(mesh, {mesh.pp.rank: Toy(0, mesh.pp.rank, mesh.pp.rank == 1)}, torch.float32)
+    legal = make_schedule("1f1b", 2, 2)
+    swapped = Schedule("swapped", 2, (0, 1), (legal.actions[0], legal.actions[1][::-1]))
+    errors = []
+    for table, count in (
+        (legal, 3),
+        (swapped, 2),
+        (make_schedule("gpipe", 4, 2), 2),
+        (make_schedule("gpipe", 1, 2), 2),
+    ):
+        try:
+            runtime.run(table, microbatches_of(0, count), SHAPE)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_wrong_tables_are_refused_before_anything_is_sent(run_ranks: RunRanks) -> None:
+    for errors in run_ranks(2, wrong_calls):
+        assert len(errors) == 4
+        assert errors[0] == "1f1b is for 2 micro-batches, got 3"
+        assert "swapped deadlocks" in errors[1]
+        assert errors[2] == "gpipe is a table for 4 pipeline ranks, this pipeline has 2"
+        assert errors[3] == "gpipe is a table for 1 pipeline ranks, this pipeline has 2"
