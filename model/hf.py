@@ -237,6 +237,8 @@ class HFDirectory:
                         self._shapes[hf_name] = tuple(header.get_shape())
                         self._dtypes[hf_name] = header.get_dtype()
             except SafetensorError as error:  # an interrupted download
+                if not weight_map:
+                    raise ValueError(f"{path} can't be read: {error}") from error
                 problems["unreadable files"].append(f"{name} ({error})")
         unreadable = set(weight_map.values()) - set(self._files.values())
         return {hf_name for hf_name, name in weight_map.items() if name in unreadable}

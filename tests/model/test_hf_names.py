@@ -292,6 +292,10 @@ def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"unreadable files \(1\):\n    {broken.name}") as caught:
         HFDirectory(tmp_path, V2)
     assert "missing tensors" not in str(caught.value)  # nobody knows yet
+    (tmp_path / "model.safetensors.index.json").unlink()
+    broken.rename(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors can't be read"):
+        HFDirectory(tmp_path, V2)
 
 
 def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
