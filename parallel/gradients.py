@@ -147,11 +147,16 @@ class GradientReducer:
         return norm
 
     def _fill_buckets(self, cap_mb: float) -> list[Bucket]:
-        """Parameters from last to first, per reduction axis, into buckets of at most `cap_mb` (a bigger one stands alone)."""
+        """Parameters from last to first, per reduction axis, into buckets of at most `cap_mb` (a bigger one stands alone).
+
+        Buckets come in the order in which backward completes them: since each waits for those before it (see `_on_gradient`),
+        another order would hold complete ones back.
+        """
         cap = cap_mb * 2**20 / 4
         filling: dict[str, list[nn.Parameter]] = {}
         buckets = []
-        for _, parameter in reversed(self.named):
+        backward_order = [parameter for _, parameter in reversed(self.named)]
+        for parameter in backward_order:
             axis = sharding_of(parameter).gradient_axis(self.mesh)
             waiting = filling.setdefault(axis.name, [])
             if waiting and sum(p.numel() for p in waiting) + parameter.numel() > cap:
@@ -160,7 +165,8 @@ class GradientReducer:
             waiting.append(parameter)
         for name, waiting in filling.items():
             buckets.append(Bucket(getattr(self.mesh, name), waiting))
-        return buckets
+        place = {parameter: i for i, parameter in enumerate(backward_order)}
+        return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if parameter.dtype != torch.float32:
