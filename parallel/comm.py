@@ -20,7 +20,7 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Work(Protocol):
-    """What an asynchronous operation returns: `wait()` blocks until its tensor may be read (or, for a send, changed)."""
+    """What an asynchronous operation returns: `wait()` blocks until its tensor may be read (for a send: changed)."""
 
     def wait(self) -> Any: ...
 
@@ -32,7 +32,7 @@ def _bytes(x: torch.Tensor) -> int:
 
 
 def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -> Work | None:
-    """Reduce `x` over the axis in place. Any shape, contiguous. Returns the work when asynchronous, None on one rank."""
+    """Reduce `x` over the axis in place. Any contiguous shape. Returns the work when asynchronous, None on one rank."""
     if axis.group is None:
         return None
     axis.ledger.add(axis.name, "all_reduce", 2 * _bytes(x) * (axis.size - 1) / axis.size)

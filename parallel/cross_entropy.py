@@ -17,9 +17,7 @@ from parallel.mesh import Axis
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_nv: torch.Tensor, targets_n: torch.Tensor, first: int, axis: Axis
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits_nv: torch.Tensor, targets_n: torch.Tensor, first: int, axis: Axis) -> torch.Tensor:
         n, v = logits_nv.shape
         work_nv = logits_nv.float()
         if v:
@@ -58,6 +56,6 @@ def vocabulary_parallel_cross_entropy(
     """Negative log likelihood of each target in nats, fp32 [n], the same on every rank of `axis`.
 
     logits_nv: this rank's columns, global ids `first` … `first + v - 1`, any float dtype; targets_n: int64 global ids.
-    Communicates 3 n fp32 values over `axis`. A target outside the vocabulary is the caller's error and isn't looked for.
+    Communicates 3 n fp32 values over `axis`. A target outside the vocabulary is the caller's error, not looked for.
     """
     return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, first, axis)

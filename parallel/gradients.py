@@ -1,7 +1,7 @@
 """Gradients: accumulated in fp32 over micro-batches, summed over replicas in buckets, while backward still runs.
 
-Lives here: the reducer, the true global norm, clipping. Imports `parallel` only. Sums only, never means: the loss is already
-divided by the global batch's token count. Buckets in reverse order of the parameters as in PyTorch DDP (2006.15704).
+Lives here: the reducer, the true global norm, clipping. Imports `parallel` only. Sums only, never means: the loss is
+already divided by the global batch's token count. Buckets in reverse parameter order as in PyTorch DDP (2006.15704).
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from parallel.comm import Work, all_reduce_
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of, valid_part
 
-
 _NORM_ROW = 4096
-"""Values summed in fp32 before fp64 takes over: one fp32 sum over 8 million values was off by 8e-5, rows of 4096 by 1e-8."""
+"""Values summed in fp32 before fp64 takes over: a sum over 8 million in fp32 was off by 8e-5, rows of 4096 by 1e-8."""
 
 
 def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
@@ -30,14 +29,12 @@ def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
 
 
 class Bucket:
-    """Parameters whose gradients are summed over one axis in one message: a flat fp32 buffer and who is still missing."""
+    """Parameters whose gradients are summed over one axis in one message: a flat fp32 buffer, and who is missing."""
 
     def __init__(self, axis: Axis, parameters: list[nn.Parameter]):
         self.axis = axis
         self.parameters = parameters
-        self.buffer = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device
-        )
+        self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device)
         self.missing: set[nn.Parameter] = set(parameters)
         self.launched = False
         self.work: Work | None = None
@@ -61,9 +58,9 @@ class Bucket:
 class GradientReducer:
     """Owns `parameter.main_grad` (fp32) of every parameter of this rank and sums it over the replicas.
 
-    named_parameters: in forward order; bucket_cap_mb: size of a bucket in MiB of fp32; overlap: reduce a bucket as soon as
-    its last gradient of the step is there, else all in `finish`. An fp32 parameter's `.grad` is the main gradient itself; a
-    lower-precision one's is added to it after every backward and dropped.
+    named_parameters: in forward order; bucket_cap_mb: size of a bucket in MiB of fp32; overlap: reduce a bucket as soon
+    as its last gradient of the step is there, else all in `finish`. An fp32 parameter's `.grad` is the main gradient
+    itself; a lower-precision one's is added to it after every backward and dropped.
 
     One step: backward of all micro-batches but the last inside `no_sync()`, the last outside, then `finish()`.
     """
@@ -96,7 +93,8 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.buffer.zero_()
         for parameter in self.parameters:
-            parameter.grad = parameter.main_grad if parameter.dtype == torch.float32 else None  # type: ignore[attr-defined]
+            full = parameter.dtype == torch.float32
+            parameter.grad = parameter.main_grad if full else None  # type: ignore[attr-defined]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,7 +128,8 @@ class GradientReducer:
         for _, parameter in self.named:
             sharding = sharding_of(parameter)
             if sharding.owned(self.mesh):
-                square += _sum_of_squares(valid_part(parameter.main_grad, sharding, self.mesh))  # type: ignore[attr-defined]
+                gradient = valid_part(parameter.main_grad, sharding, self.mesh)  # type: ignore[attr-defined]
+                square += _sum_of_squares(gradient)
         all_reduce_(square, self.mesh.world)
         return square.sqrt().float()
 
@@ -147,10 +146,10 @@ class GradientReducer:
         return norm
 
     def _fill_buckets(self, cap_mb: float) -> list[Bucket]:
-        """Parameters from last to first, per reduction axis, into buckets of at most `cap_mb` (a bigger one stands alone).
+        """Parameters from last to first, per reduction axis, in buckets of up to `cap_mb` (a bigger one stands alone).
 
-        Buckets come in the order in which backward completes them: since each waits for those before it (see `_on_gradient`),
-        another order would hold complete ones back.
+        Buckets come in the order in which backward completes them: since each waits for those before it (see
+        `_on_gradient`), another order would hold complete ones back.
         """
         cap = cap_mb * 2**20 / 4
         filling: dict[str, list[nn.Parameter]] = {}

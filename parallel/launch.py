@@ -1,7 +1,7 @@
 """Joining the job: which device this process drives, and the default process group.
 
-Lives here: the one question "CUDA or CPU?" of the whole project, and the life of the default process group. Imports nothing
-of this project.
+Lives here: the one question "CUDA or CPU?" of the whole project, and the life of the default process group. Imports
+nothing of this project.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def pick_backend(backend: str | None, gpus: int) -> str:
 def init_distributed(backend: str | None = None, timeout_minutes: float = 10.0) -> torch.device:
     """Join the default process group from the launcher's environment and return this process's device.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (torchrun sets them); with none of them the process trains
-    alone and no group is made. Raises ValueError when a variable is missing or the backend doesn't fit the host.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (torchrun sets them); with none of them the process
+    trains alone and no group is made. Raises ValueError when a variable is missing or the backend doesn't fit the host.
     """
     gpus = torch.cuda.device_count()
     chosen = pick_backend(backend, gpus)
@@ -42,7 +42,7 @@ def init_distributed(backend: str | None = None, timeout_minutes: float = 10.0) 
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"{', '.join(missing)} not set: start with torchrun, or set all of RANK, WORLD_SIZE, MASTER_*")
-    # No device_id: NCCL then makes one communicator for each directed pair of pipeline neighbours on first use, instead of
+    # No device_id: NCCL then makes one communicator for each pair of pipeline neighbours on first use, instead of
     # queueing all peers of a rank on one stream.
     dist.init_process_group(chosen, timeout=timedelta(minutes=timeout_minutes))
     return device

@@ -1,8 +1,8 @@
 """Ranks on a grid, and the process groups that fall out of it.
 
-Lives here: the arithmetic of layouts (pure, testable for thousands of ranks) and the groups built from it. Imports nothing
-of this project but the ledger. Grid: `arange(world).view(pp, dp, cp, tp)`, tensor fastest (Megatron's order); experts read
-the same ranks of a stage as `view(pp, edp, ep)` with `ep * edp = dp * cp * tp`.
+Lives here: the arithmetic of layouts (pure, testable for thousands of ranks) and the groups built from it. Imports
+nothing of this project but the ledger. Grid: `arange(world).view(pp, dp, cp, tp)`, tensor fastest (Megatron's order);
+experts read the same ranks of a stage as `view(pp, edp, ep)` with `ep * edp = dp * cp * tp`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Partition = list[list[int]]
 class Layout:
     """How many ranks each kind of parallelism gets; data parallelism takes what is left.
 
-    tp: tensor (and sequence) parallel size; pp: pipeline ranks; cp: context parallel size; ep: expert parallel size, taken
-    from the ranks of one pipeline stage.
+    tp: tensor (and sequence) parallel size; pp: pipeline ranks; cp: context parallel size; ep: expert parallel size,
+    taken from the ranks of one pipeline stage.
     """
 
     tp: int = 1
@@ -82,8 +82,9 @@ class Layout:
 class Axis:
     """One rank's view of one axis of the mesh.
 
-    name: the axis; ranks: global ranks of this group in axis order; rank: this process's index among them; group: the process
-    group, None where the group is this rank alone (collectives are then no-ops); ledger: where `comm` counts what is sent.
+    name: the axis; ranks: global ranks of this group in axis order; rank: this process's index among them; group: the
+    process group, None where the group is this rank alone (collectives are then no-ops); ledger: where `comm` counts
+    what is sent.
     """
 
     name: str
@@ -108,9 +109,10 @@ class Axis:
 class Mesh:
     """All axes of one rank. Built once, then handed to whatever needs it; there is no global.
 
-    Attributes are `Axis` objects: world, tp, pp, dp, cp; dp_cp (dense gradients), stage (every rank of this pipeline stage),
-    sequence (tp and cp together: the ranks that share one sequence), ep and edp (experts and their gradients); activations and gradients (the pipeline axis again, with communicators of their
-    own, so that what flows down and what flows up never queue behind each other).
+    Attributes are `Axis` objects: world, tp, pp, dp, cp; dp_cp (dense gradients), stage (every rank of this pipeline
+    stage), sequence (tp and cp together: the ranks that share one sequence), ep and edp (experts and their gradients);
+    activations and gradients (the pipeline axis again, with communicators of their own, so that what flows down and
+    what flows up never queue behind each other).
     """
 
     def __init__(self, layout: Layout, rank: int, world_size: int, device: torch.device, timeout: timedelta | None):
@@ -120,7 +122,7 @@ class Mesh:
         self.device = device
         self.ledger = Ledger()
         self._timeout = timeout
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._copies: dict[tuple[int, ...], Axis] = {}
         partitions = layout.groups(world_size)
         self.world = self._axis("world", partitions["world"])
@@ -137,12 +139,11 @@ class Mesh:
         self.gradients = self._axis("gradients", partitions["pp"], shared=False)
 
     @classmethod
-    def create(
-        cls, layout: Layout, device: torch.device | None = None, timeout: timedelta | None = None
-    ) -> Mesh:
+    def create(cls, layout: Layout, device: torch.device | None = None, timeout: timedelta | None = None) -> Mesh:
         """Build the groups of `layout` over all ranks. Collective: every rank calls it with the same layout.
 
-        Without an initialised process group it is the mesh of one rank. Raises ValueError when the world can't be laid out.
+        Without an initialised process group it is the mesh of one rank. Raises ValueError when the world can't be laid
+        out.
         """
         ready = dist.is_initialized()
         world_size = dist.get_world_size() if ready else 1
@@ -168,10 +169,11 @@ class Mesh:
         return self._copies[key]
 
     def _axis(self, name: str, partition: Partition, shared: bool = True) -> Axis:
-        """This rank's axis from a partition of the world; axes with the same ranks share a communicator unless told not to.
+        """This rank's axis from a partition of the world; axes with the same ranks share a group unless told not to.
 
-        Only members meet when a group is made (`use_local_synchronization`), so 2,048 ranks don't queue at one store. The
-        group's name then depends on how many groups a rank has made before: each rank makes one for each axis, alone or not.
+        Only members meet when a group is made (`use_local_synchronization`), so 2,048 ranks don't queue at one store.
+        The group's name then depends on how many groups a rank has made before: each rank makes one for each axis,
+        alone or not.
         """
         if all(len(ranks) == 1 for ranks in partition):
             return Axis(name, (self.rank,), 0, None, self.ledger)

@@ -1,7 +1,8 @@
 """How a parameter is split, said once by the layer that owns it; and initial values that don't depend on the split.
 
-Lives here: the annotation `Sharding`, the block arithmetic, initialisation by global name. Imports `parallel.mesh` only.
-Gradient reduction, norms, weight decay, checkpoints and Hugging Face conversion read the annotation; none guesses from names.
+Lives here: the annotation `Sharding`, the block arithmetic, initialisation by global name. Imports `parallel.mesh`
+only. Gradient reduction, norms, weight decay, checkpoints and Hugging Face conversion read the annotation; none guesses
+from names.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ _INIT_CHUNK = 1 << 20
 class Sharding:
     """How one parameter lies on the ranks of its pipeline stage.
 
-    split_dim: the dimension that is cut into blocks over `axis` (None: every rank has the whole); full_size: that dimension
-    before the cut. Blocks are ceil(full_size / ranks) long; what lies beyond full_size is padding, never saved.
-    sequence_fed: every tp rank has the whole parameter but feeds it its own part of the sequence, so gradients sum over tp.
+    split_dim: the dimension that is cut into blocks over `axis` (None: every rank has the whole); full_size: that
+    dimension before the cut. Blocks are ceil(full_size / ranks) long; what lies beyond full_size is padding, never
+    saved.
+    sequence_fed: every tp rank has the whole parameter but feeds it its own part of the sequence, so gradients sum
+    over tp.
     expert: belongs to routed experts (not tensor-split; gradients sum over edp).
     pipeline_ranks: pipeline ranks that hold a copy, when there is more than one (embedding and head under MTP).
     """
@@ -102,8 +105,8 @@ def _chunk_generator(seed: int, name: str, chunk: int) -> torch.Generator:
 def init_normal_(parameter: torch.nn.Parameter, name: str, mesh: Mesh, seed: int, std: float) -> None:
     """Fill this rank's block with N(0, std²) that depends on `seed`, the global `name` and the global shape alone.
 
-    The global tensor is drawn in chunks of whole rows of dimension 0, each with a generator of its own, so a rank draws only
-    the chunks it needs and never holds the whole. Padding becomes zero. Drawn on the CPU, so every device agrees.
+    The global tensor is drawn in chunks of whole rows of dimension 0, each with a generator of its own, so a rank draws
+    only the chunks it needs and never holds the whole. Padding becomes zero. Drawn on the CPU, so every device agrees.
     """
     sharding = sharding_of(parameter)
     shape = sharding.global_shape(parameter.shape)

@@ -1,8 +1,8 @@
 """Tensor- and sequence-parallel layers: column, row and replicated linears, vocabulary-parallel embedding and head.
 
 Lives here: layers that own a split parameter and say how it is split. Imports `parallel` only. Follows Megatron-LM
-(1909.08053) and its sequence parallelism (2205.05198). Shapes: s sequence, b batch, h hidden; `_l` marks a tp-local size.
-Activations are sequence first, [s, b, h], so that collectives over the sequence move contiguous blocks.
+(1909.08053) and its sequence parallelism (2205.05198). Shapes: s sequence, b batch, h hidden; `_l` marks a tp-local
+size. Activations are sequence first, [s, b, h], so that collectives over the sequence move contiguous blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _divide(size: int, mesh: Mesh, what: str) -> int:
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x Wᵀ with W's rows (outputs) split over tp: [s, b, in] -> [s, b, out_l]. x is the whole sequence on every rank.
+    """y = x Wᵀ with W's rows (outputs) split over tp: [s, b, in] -> [s, b, out_l]. x has the whole sequence.
 
     stacked n: n matrices that share an input, [n, out, in] split on dimension 1, so that rank r holds block r of each
     (gate and up); the output is then [s, b, n * out_l], matrix after matrix. No communication of its own.
@@ -48,7 +48,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x Wᵀ with W's columns (inputs) split over tp: [s, b, in_l] -> [s/tp, b, out], summed and scattered over tp."""
+    """y = x Wᵀ with W's columns (inputs) split over tp: [s, b, in_l] -> [s/tp, b, out], reduce-scattered over tp."""
 
     def __init__(self, in_features: int, out_features: int, mesh: Mesh):
         super().__init__()
@@ -90,7 +90,7 @@ class SequenceRMSNorm(nn.Module):
 class VocabularyParallelEmbedding(nn.Module):
     """Rows of the table split over tp in blocks of ceil(V/tp): token ids [b, s] -> [s/tp, b, h].
 
-    pipeline_ranks: the pipeline ranks that hold a copy (empty: one place). Ids at or beyond `vocab_size` raise IndexError.
+    pipeline_ranks: the pipeline ranks that hold a copy (empty: one place). Ids outside the vocabulary raise IndexError.
     """
 
     def __init__(self, vocab_size: int, hidden: int, mesh: Mesh, pipeline_ranks: tuple[int, ...] = ()):

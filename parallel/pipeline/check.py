@@ -1,8 +1,8 @@
 """Every table is checked before it runs: complete, in order of its dependencies, free of deadlock, within its memory.
 
 Lives here: pure checks of a `Schedule`. Imports `schedule` only. Assumes NCCL, the stricter backend: each directed edge
-between two stages has a communicator of its own, on which messages pass in the order they are sent, and a message passes
-only to a receiver that expects it.
+between two stages has a communicator of its own, on which messages pass in the order they are sent, and a message
+passes only to a receiver that expects it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _check_edges(schedule: Schedule) -> None:
     for edge, messages in sent.items():
         if received.get(edge) != messages:
             kind, source, target = edge
+            what = "activations" if kind is Kind.FORWARD else "gradients"
             raise ValueError(
-                f"{schedule.name}: rank {source} sends {'activations' if kind is Kind.FORWARD else 'gradients'} to rank "
-                f"{target} in another order than they are received"
+                f"{schedule.name}: rank {source} sends {what} to rank {target} in another order than they are received"
             )

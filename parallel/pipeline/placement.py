@@ -9,8 +9,9 @@ from __future__ import annotations
 def split_layers(layers: int, stages: int, explicit: tuple[int, ...] | None = None) -> list[range]:
     """Consecutive layer numbers for each stage, every layer once.
 
-    Evenly by default; where it doesn't divide, earlier stages get the extra ones, since the last one also computes the head
-    (and multi-token prediction). explicit: the number of layers of each stage. Raises ValueError naming the numbers.
+    Evenly by default; where it doesn't divide, earlier stages get the extra ones, since the last one also computes the
+    head (and multi-token prediction). explicit: the number of layers of each stage. Raises ValueError naming the
+    numbers.
     """
     if stages > layers:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Executes a schedule's table on this rank: receive, compute, send, action by action.
 
-Lives here: the only code that moves activations between stages. Imports `parallel` only; what a stage computes it doesn't
-know. Receives are posted one ahead on every edge, sends never block, and activations flow on one communicator, gradients on
-another.
+Lives here: the only code that moves activations between stages. Imports `parallel` only; what a stage computes it
+doesn't know. Receives are posted one ahead on every edge, sends never block, and activations flow on one communicator,
+gradients on another.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class PipelineRuntime:
     ) -> None:
         """Execute this rank's row of the table.
 
-        microbatches: one object for each, handed to the stages; shape: of the activations between stages, the same for all;
-        reducer: needed when the table has backward actions; each stage's last backward runs outside its `no_sync`, so its
-        buckets start reducing. Raises ValueError for an illegal table or a wrong number of micro-batches.
+        microbatches: one object for each, handed to the stages; shape: of the activations between stages, the same for
+        all; reducer: needed when the table has backward actions; each stage's last backward runs outside its `no_sync`,
+        so its buckets start reducing. Raises ValueError for an illegal table or a wrong number of micro-batches.
         """
         if schedule.microbatches != len(microbatches):
             raise ValueError(f"{schedule.name} is for {schedule.microbatches} micro-batches, got {len(microbatches)}")
@@ -118,8 +118,9 @@ class PipelineRuntime:
     def _connect(self, schedule: Schedule) -> None:
         """Use every directed edge of the table once, in one order on all ranks.
 
-        A backend connects two ranks when they first meet, and blocks until both are there (NCCL always, gloo when lazy). Were
-        the first use the early-posted receives, two neighbours could each wait for the other on another edge.
+        A backend connects two ranks when they first meet, and blocks until both are there (NCCL always, gloo when
+        lazy). Were the first use the early-posted receives, two neighbours could each wait for the other on another
+        edge.
         """
         for axis, step in ((self.mesh.activations, 1), (self.mesh.gradients, -1)):
             for stage, source in enumerate(schedule.placement):

@@ -1,6 +1,6 @@
 """A pipeline schedule is a table: for each rank the actions it takes, in order, and nothing else.
 
-Lives here: pure functions from (ranks, micro-batches) to a `Schedule`; a new schedule is one more of them. Imports nothing.
+Lives here: pure functions from (ranks, micro-batches) to a `Schedule`; a new schedule is one more. Imports nothing.
 Sources: GPipe (1811.06965), 1F1B (PipeDream-Flush, 2006.09503).
 """
 
@@ -71,7 +71,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs ranks - r - 1 forwards ahead, then alternates: at most `ranks` micro-batches' activations are kept."""
+    """Rank r runs ranks - r - 1 forwards ahead, then alternates: keeps at most `ranks` micro-batches' activations."""
     rows = []
     for rank in range(ranks):
         ahead = min(ranks - rank - 1, microbatches)
