@@ -115,7 +115,7 @@ def run_tables(seed: int, tables: list[Schedule]) -> list[dict[str, Any]]:
         assert runtime is not None
         microbatches = microbatches_of(seed, table.microbatches)
         evaluation = table.forward_only()
-        record: dict[str, Any] = {}
+        record: dict[str, Any] = {"turns": {}}
         for turn in ("train", "evaluate", "train again"):
             reducer.zero()
             waited.clear()
@@ -130,8 +130,9 @@ def run_tables(seed: int, tables: list[Schedule]) -> list[dict[str, Any]]:
                     mesh.ledger.reset()
                 runtime.run(table, microbatches, SHAPE, reducer)
                 runtime_module.isend = isend
+                record["launched"] = [bucket.launched for bucket in reducer.buckets]
                 reducer.finish()
-            record[turn] = {
+            record["turns"][turn] = {
                 "outputs": {s: toy.outputs for s, toy in stages.items()},
                 "gradients": {s: toy.weight.main_grad.clone() for s, toy in stages.items()},  # type: ignore[operator]
                 "with gradient": [flag for toy in stages.values() for flag in toy.with_gradient],
@@ -161,11 +162,11 @@ TABLES = {
 
 @pytest.mark.parametrize("ranks", TABLES)
 def test_every_table_computes_what_the_stages_compute_in_sequence(run_ranks: RunRanks, seed: int, ranks: int) -> None:
-    results = run_ranks(ranks, run_tables, seed, TABLES[ranks])
+    results = run_ranks(ranks, run_tables, seed, TABLES[ranks], timeout=60.0)
     for number, table in enumerate(TABLES[ranks]):
         outputs, gradients = in_sequence(seed, table.stages, table.microbatches)
         for rank in range(ranks):
-            for turn, seen in results[rank][number].items():
+            for turn, seen in results[rank][number]["turns"].items():
                 where = f"{table.name} of {table.microbatches}, rank {rank}, {turn}"
                 assert tuple(seen["outputs"]) == table.stages_of(rank), where
                 for stage, found in seen["outputs"].items():
@@ -186,11 +187,18 @@ def test_each_message_is_sent_once_and_waited_for(run_ranks: RunRanks, seed: int
     for rank, records in enumerate(run_ranks(ranks, run_tables, seed, tables)):
         for table, record in zip(tables, records, strict=True):
             forward, backward = (messages(table, rank, kind) for kind in Kind)
-            last = record["train again"]
+            last, evaluated = record["turns"]["train again"], record["turns"]["evaluate"]
             assert last["sent"] == (forward, forward * message), (rank, table.name)
             assert last["sent back"] == (backward, backward * message), (rank, table.name)
             assert last["waited"] == [True] * (forward + backward), (rank, table.name)
-            assert record["evaluate"]["sent"] == last["sent"] and record["evaluate"]["sent back"] == (0, 0)
+            assert evaluated["sent"] == last["sent"] and evaluated["sent back"] == (0, 0)
+
+
+def test_buckets_are_on_their_way_when_the_last_backward_ends(run_ranks: RunRanks, seed: int) -> None:
+    """Each stage's last backward runs outside no_sync, so that `finish` finds nothing left to launch."""
+    for rank, records in enumerate(run_ranks(2, run_tables, seed, TABLES[2][-3:])):
+        for table, record in zip(TABLES[2][-3:], records, strict=True):
+            assert record["launched"] == [True], (rank, table.name)
 
 
 def wrong_calls() -> list[str]:
