@@ -1,6 +1,7 @@
 """The front door: parse, build, train.
 
-    torchrun --nproc-per-node 8 pretrain_deepseek.py --model configs/models/tiny_v3.json --data-path PREFIX --run-dir RUN
+    torchrun --nproc-per-node 8 pretrain_deepseek.py --model configs/models/tiny_v3.json --data-path PREFIX --run-dir
+    RUN
 
 `python pretrain_deepseek.py --help` lists every flag; `scripts/pretrain_multinode.sh` does the launching.
 """
@@ -25,8 +26,7 @@ def main() -> None:
         # torch is imported from here on, so that --help and wrong flags answer at once.
         from parallel.launch import destroy, gpu_count, init_distributed
 
-        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        validate(arguments, config, world_size, gpu_count(), rank)
+        validate(arguments, config, int(os.environ.get("WORLD_SIZE", "1")), gpu_count())
 
         from parallel.mesh import Layout, Mesh
         from training.logs import RankLogs

@@ -1,8 +1,8 @@
 """Multi-head latent attention: small latents are gathered over tp, heads are split over it.
 
 Lives here: MLA of DeepSeek-V2 (2405.04434, section 2.1), with and without q LoRA. May import `kernels` and `parallel`.
-Shapes: s sequence, l = s/tp this rank's part of it, b batch, h hidden, n heads of this rank, q latent of queries, c latent of
-keys and values, r rotated width, d qk_nope width, v value width.
+Shapes: s sequence, l = s/tp this rank's part of it, b batch, h hidden, n heads of this rank, q latent of queries, c
+latent of keys and values, r rotated width, d qk_nope width, v value width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from parallel.tensor import ColumnParallelLinear, ReplicatedLinear, RowParallelL
 class LatentAttention(nn.Module):
     """[s/tp, b, h] -> [s/tp, b, h]. Communicates over tp: one gather of the latents, one reduce-scatter of the output.
 
-    With q LoRA only q + c + r values a token are gathered (V3: 1536 + 576 of 7168); without it queries need the hidden states.
+    With q LoRA only q + c + r values a token are gathered (V3: 1536 + 576 of 7168); without it queries need the hidden
+    states.
     """
 
     def __init__(self, config: DeepSeekConfig, mesh: Mesh):
@@ -59,7 +60,7 @@ class LatentAttention(nn.Module):
         return self.o_proj(self._attend(q_sbnx, k_sbnx, v_sbnv, batch.attention_mask))
 
     def _project(self, x_lbh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [s, b, n, d+r], the key-value latent [s, b, c] and the shared rotary key [s, b, r], not rotated yet."""
+        """Queries [s, b, n, d+r], the key-value latent [s, b, c], the shared rotary key [s, b, r]; not rotated yet."""
         kv_latent, k_pe = self.kv_a_proj_with_mqa(x_lbh).split([self.kv_rank, self.rope], dim=-1)
         kv_latent = self.kv_a_layernorm(kv_latent)
         from_q = x_lbh if self.q_rank is None else self.q_a_layernorm(self.q_a_proj(x_lbh))

@@ -1,7 +1,7 @@
 """The model, a pipeline stage at a time: embedding, blocks, head, multi-token prediction, and its losses.
 
-Lives here: DeepSeek-V2/V3 put together from attention, mlp and moe. May import `parallel` and `kernels`.
-Parameter names are global and are Hugging Face's without "model."; MTP depth k (from 1) is layer num_hidden_layers + k - 1.
+Lives here: DeepSeek-V2/V3 put together from attention, mlp and moe. May import `parallel` and `kernels`. Parameter
+names are global and are Hugging Face's without "model."; MTP depth k (from 1) is layer num_hidden_layers + k - 1.
 Shapes: s sequence, l = s/tp this rank's part of it, b batch, h hidden.
 """
 
@@ -31,8 +31,8 @@ from parallel.tensor import ReplicatedLinear, SequenceRMSNorm, VocabularyParalle
 class ModelOptions:
     """How the model is trained, as far as it isn't its shape.
 
-    recompute: "full" keeps a block's input and runs its forward again in backward; mtp_loss_scaling_factor: λ of the MTP
-    losses; mtp_hidden: whether MTP starts from the last hidden states after or before the final norm.
+    recompute: "full" keeps a block's input and runs its forward again in backward; mtp_loss_scaling_factor: λ of the
+    MTP losses; mtp_hidden: whether MTP starts from the last hidden states after or before the final norm.
     """
 
     recompute: Literal["none", "full"] = "none"
@@ -69,7 +69,7 @@ class SharedHead(nn.Module):
 
 
 class MTPBlock(Block):
-    """One depth of multi-token prediction (2412.19437, eq. 21–23): joins hidden states and the next token, then a block."""
+    """One depth of multi-token prediction (2412.19437, eq. 21–23): joins states and next tokens, then a block."""
 
     def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int):
         super().__init__(config, mesh, layer)
@@ -86,9 +86,12 @@ class MTPBlock(Block):
 class DeepSeekStage(nn.Module):
     """The part of the model that one pipeline stage computes.
 
-    layers: numbers of its blocks; first: has the embedding; last: has the final norm, the head and all MTP layers (and a copy
-    of the embedding for those, kept alike by the gradient reducer). embedding_ranks: pipeline ranks with an embedding.
+    layers: numbers of its blocks; first: has the embedding; last: has the final norm, the head and all MTP layers (and
+    a copy of the embedding for those, kept alike by the gradient reducer). embedding_ranks: pipeline ranks with an
+    embedding.
     """
+
+    inv_freq: torch.Tensor
 
     def __init__(
         self,
@@ -121,8 +124,8 @@ class DeepSeekStage(nn.Module):
     def forward(self, x_lbh: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Activations for the next stage [s/tp, b, h]; on the last stage the loss, a scalar to differentiate.
 
-        x_lbh: the previous stage's output, None on the first. The loss is this micro-batch's part of the global batch's;
-        parts that are reported are in `batch.losses` (on one tp rank where all have the same).
+        x_lbh: the previous stage's output, None on the first. The loss is this micro-batch's part of the global
+        batch's; parts that are reported are in `batch.losses` (on one tp rank where all have the same).
         """
         hidden = self.hidden(x_lbh, batch)
         return self.loss(hidden, batch) if self.last else hidden
@@ -198,10 +201,10 @@ def build_stages(
     pipeline_layers: tuple[int, ...] | None = None,
     init_std: float | None = None,
 ) -> dict[int, DeepSeekStage]:
-    """The stages of this rank, initialised from `seed` and global names alone. Collective (copies of the embedding meet).
+    """The stages of this rank, initialised from `seed` and global names. Collective (copies of the embedding meet).
 
-    placement: the pipeline rank of every stage; pipeline_layers: blocks of every stage, evenly when None; init_std: of all
-    matrices, the configuration's `initializer_range` when None. Parameters are fp32 on the mesh's device.
+    placement: the pipeline rank of every stage; pipeline_layers: blocks of every stage, evenly when None; init_std: of
+    all matrices, the configuration's `initializer_range` when None. Parameters are fp32 on the mesh's device.
     """
     split = split_layers(config.num_hidden_layers, len(placement), pipeline_layers)
     embedding_ranks = tuple(dict.fromkeys((placement[0], placement[-1]))) if config.num_mtp_layers else ()

@@ -1,7 +1,7 @@
 """One micro-batch on its way through the stages: tokens, labels, denominators, and what layers leave behind for later.
 
-Lives here: plain state, no computation of the model. May import `parallel`. Every loss is a sum over this micro-batch divided
-by a count over the whole global batch, so all later reductions are sums (the same loss in any layout).
+Lives here: plain state, no computation of the model. May import `parallel`. Every loss is a sum over this micro-batch
+divided by a count over the whole global batch, so all later reductions are sums (the same loss in any layout).
 Shapes: b sequences of this micro-batch, s the whole sequence.
 """
 
@@ -29,8 +29,8 @@ class Denominators:
 class Routing:
     """A layer's choice for one micro-batch, kept so that recomputation neither chooses, counts nor communicates again.
 
-    expert_tk: int64 [tokens here, k]; counts_be: [b, experts] choices among this rank's tokens; sequence_counts_be: the same
-    over the whole sequence (None without auxiliary loss).
+    expert_tk: int64 [tokens here, k]; counts_be: [b, experts] choices among this rank's tokens; sequence_counts_be:
+    the same over the whole sequence (None without auxiliary loss).
     """
 
     expert_tk: torch.Tensor
@@ -40,7 +40,7 @@ class Routing:
 
 @dataclass(eq=False)
 class MicroBatch:
-    """tokens, labels, positions int64 [b, s]; loss_mask fp32 [b, s]; documents int64 [b, s], or None: attend everywhere.
+    """tokens, labels, positions int64 [b, s]; loss_mask fp32 [b, s]; documents int64 [b, s] or None (no borders).
 
     labels[:, i] is the token after tokens[:, i]. denominators: set by `set_denominators` before the first forward.
     """
@@ -71,7 +71,7 @@ class MicroBatch:
         self.losses[name] = self.losses[name] + value if name in self.losses else value
 
     def mtp_tokens(self, depth: int) -> torch.Tensor:
-        """Input tokens of MTP depth 1, 2, …: t_{i+depth} at position i. What lies beyond the sample repeats its last."""
+        """Input tokens of MTP depth 1, 2, …: t_{i+depth} at i. What lies beyond the sample repeats its last."""
         return _shift(self.labels, depth - 1)
 
     def mtp_labels(self, depth: int) -> torch.Tensor:

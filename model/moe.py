@@ -93,7 +93,8 @@ class Router(nn.Module):
     ) -> torch.Tensor | None:
         """α Σᵢ fᵢ Pᵢ of each sequence, averaged over the sequences of the global batch; this rank's tokens' part of it.
 
-        fᵢ = E/(K·S)·countᵢ over the whole sequence, without gradient; Pᵢ = mean over the sequence of sᵢ (V2) or sᵢ/Σⱼsⱼ (V3).
+        fᵢ = E/(K·S)·countᵢ over the whole sequence, without gradient; Pᵢ = mean over the sequence of sᵢ (V2) or
+        sᵢ/Σⱼsⱼ (V3).
         """
         config = self.config
         if config.aux_loss_kind == "none" or batch.denominators is None:
@@ -169,8 +170,8 @@ def routers(stages: Iterable[nn.Module]) -> list[Router]:
 def update_router_bias(gates: list[Router], mesh: Mesh, rate: float) -> torch.Tensor:
     """b += rate · sign(mean load − load) over the global batch (2408.15664), then start counting anew.
 
-    Call once after each optimizer step on every rank of the stage: the loads are summed over it by one message. Returns the
-    loads int64 [routers, e]. Routers without a bias (V2) are only counted.
+    Call once after each optimizer step on every rank of the stage: the loads are summed over it by one message.
+    Returns the loads int64 [routers, e]. Routers without a bias (V2) are only counted.
     """
     if not gates:
         return torch.zeros((0, 0), dtype=torch.int64, device=mesh.device)

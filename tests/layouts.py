@@ -78,7 +78,7 @@ def flags_of(job: Job) -> Arguments:
 
 
 def tokens_of_step(job: Job, step: int, vocab: int) -> torch.Tensor:
-    """[global batch, s + 1] of a text with something to learn: few frequent tokens, and each often followed by its double."""
+    """[global batch, s + 1] of a text with something to learn: few frequent tokens, often followed by their double."""
     generator = torch.Generator().manual_seed(1000 + step)
     weights = 1.0 / torch.arange(1, vocab + 1, dtype=torch.float64) ** 1.3
     shape = (job.global_batch, job.length + 1)
@@ -193,13 +193,18 @@ def whole(curves: list[Curve], kind: str) -> dict[str, np.ndarray]:
             if not np.array_equal(seen, shard.tensor):
                 raise AssertionError(f"{kind} {name}: rank {rank}'s copy differs from another rank's")
     return {
-        name: by_rank[0] if splits[name] is None else np.concatenate([by_rank[i] for i in sorted(by_rank)], splits[name])
+        name: by_rank[0]
+        if splits[name] is None
+        else np.concatenate([by_rank[i] for i in sorted(by_rank)], splits[name])
         for name, by_rank in parts.items()
     }
 
 
 def relative_errors(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
-    """‖Δ‖ / ‖reference‖ of every tensor, or ‖Δ‖ / (0.01 · the global norm) where that is smaller: 1e-5 then means 1e-7 of it."""
+    """‖Δ‖ / ‖reference‖ of every tensor, or ‖Δ‖ / (0.01 · the global norm) where that is smaller.
+
+    1e-5 of the first is the bound; of the second it is 1e-7 of the global norm.
+    """
     assert found.keys() == expected.keys(), f"only on one side: {sorted(found.keys() ^ expected.keys())}"
     total = float(np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in expected.values())))
     errors = {}

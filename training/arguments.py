@@ -101,6 +101,8 @@ class TrainingArguments:
     """Numbers of weights and activations; bf16 keeps fp32 master weights and gradients."""
     recompute_granularity: Literal["none", "full"] = "none"
     """Activations kept for the backward pass: all, or only each layer's input (full recomputation)."""
+    deepspeed_config: str | None = None
+    """DeepSpeed's JSON file. Not supported yet: refused by name."""
     eval_interval: int = 100
     """Steps between validations; there is always one after the last step."""
     eval_iters: int = 10

@@ -1,7 +1,7 @@
 """Checkpoints that know no layout: saved by any mesh, loaded by any other, bit for bit.
 
-Lives here: the one user of torch.distributed.checkpoint. May import the rooms below. Every tensor is stored under its global
-name with its global shape (DTensor metadata made from the parameter's `sharding`); a checkpoint is a directory
+Lives here: the one user of torch.distributed.checkpoint. May import the rooms below. Every tensor is stored under its
+global name with its global shape (DTensor metadata made from the parameter's `sharding`); a checkpoint is a directory
 `step_00000010/` that appears by one rename when everything in it is on disk.
 """
 
@@ -58,8 +58,9 @@ def newest(directory: Path) -> Path | None:
 def save(engine: Engine, directory: Path, progress: Progress, arguments_yaml: str) -> Path:
     """Write `directory`/step_… . Collective. An interrupted save leaves no step_ directory; an earlier one stays whole.
 
-    Stored: fp32 masters, optimizer moments, router biases, the step and samples consumed, the model's configuration, the
-    flags. Training draws no random numbers after initialisation, so no generator's state is needed to go on bit for bit.
+    Stored: fp32 masters, optimizer moments, router biases, the step and samples consumed, the model's configuration,
+    the flags. Training draws no random numbers after initialisation, so no generator's state is needed to go on bit
+    for bit.
     """
     mesh = engine.mesh
     final = directory / f"step_{progress.step:08d}"
@@ -151,10 +152,8 @@ def _state(engine: Engine) -> dict[str, torch.Tensor]:
     return state
 
 
-def _global(
-    local: torch.Tensor, sharding: Sharding, mesh: Mesh, device_meshes: dict[str, DeviceMesh]
-) -> torch.Tensor:
-    """This rank's block as a part of the global tensor; a whole tensor as it is (the saver stores one of its copies)."""
+def _global(local: torch.Tensor, sharding: Sharding, mesh: Mesh, device_meshes: dict[str, DeviceMesh]) -> torch.Tensor:
+    """This rank's block as a part of the global tensor; a whole tensor as it is (one of its copies is stored)."""
     axis: Axis | None = sharding.axis_of(mesh)
     if axis is None or axis.group is None:
         return local

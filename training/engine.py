@@ -1,7 +1,7 @@
 """One training step over the mesh: micro-batches through the pipeline, gradients reduced, clipped, applied.
 
-Lives here: the composition of model, pipeline, reducer and optimizer; no files, no terminal, no data reading. May import the
-rooms below. `trainer.py` is the loop around it; tests drive it directly.
+Lives here: the composition of model, pipeline, reducer and optimizer; no files, no terminal, no data reading. May
+import the rooms below. `trainer.py` is the loop around it; tests drive it directly.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StepResult:
 class Engine:
     """A DeepSeek model on this rank's part of the mesh, ready to train.
 
-    Building it is collective. config: with the overrides of the flags applied already (see `effective_config`).
+    Building it is collective. config: with the flags' overrides applied already (`validate.read_model_config`).
     """
 
     def __init__(self, config: DeepSeekConfig, arguments: Arguments, mesh: Mesh):

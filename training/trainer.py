@@ -1,7 +1,7 @@
 """The training loop and its surroundings: data in, steps, validation, metrics, checkpoints.
 
-Lives here: what happens around `Engine.train_step`. May import every room below `tools`. One rank (rank 0) writes metrics,
-TensorBoard and the terminal; every rank logs to its own file.
+Lives here: what happens around `Engine.train_step`. May import every room below `tools`. One rank (rank 0) writes
+metrics, TensorBoard and the terminal; every rank logs to its own file.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Trainer:
         loss = result.losses["lm"]
         if not (math.isfinite(loss) and math.isfinite(result.grad_norm)):
             raise RuntimeError(
-                f"step {step}: loss {loss}, gradient norm {result.grad_norm}: the parameters are no longer usable; "
-                f"resume from {checkpoint.newest(self.directory.checkpoints) or 'the start'} with a lower --lr than {lr:.3g}"
+                f"step {step}: loss {loss}, gradient norm {result.grad_norm}: the parameters are unusable now; resume "
+                f"from {checkpoint.newest(self.directory.checkpoints) or 'the start'} with a lower --lr than {lr:.3g}"
             )
         mtp = [value for name, value in result.losses.items() if name.startswith("mtp")]
         tokens = training.global_batch_size * training.seq_length
@@ -117,8 +117,8 @@ class Trainer:
         }
 
     def _balance(self, result: StepResult) -> dict[str, float]:
-        """MaxVio (2408.15664) of the worst layer: the busiest expert's load over the mean, minus 1. Collective over pp."""
-        if self.config.first_k_dense_replace >= self.config.num_layers_with_mtp:
+        """MaxVio (2408.15664) of the worst layer: the top expert's load over the mean, minus 1. Collective over pp."""
+        if not any(map(self.config.is_moe_layer, range(self.config.num_layers_with_mtp))):
             return {}
         loads = result.expert_loads.double()
         worst = (loads.amax(-1) / loads.mean(-1) - 1).amax() if loads.numel() else loads.new_zeros(())

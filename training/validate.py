@@ -42,11 +42,11 @@ def read_model_config(arguments: Arguments) -> DeepSeekConfig:
         raise ConfigurationError(f"--model {error}") from error
 
 
-def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int, gpus: int = 0, rank: int = 0) -> None:
+def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int, gpus: int = 0) -> None:
     """Raises ConfigurationError that lists everything wrong with running `arguments` on `world_size` ranks.
 
-    `gpus` is the number of GPUs of this host. `rank` 0 also looks for an earlier run in --run-dir; the others leave
-    that to it, since by the time they look it may have made the directory.
+    `gpus` is the number of GPUs of this host. Every rank looks for an earlier run in --run-dir too: the directory is
+    made only after all ranks have met, so none can take this run's for an earlier one.
     """
     errors = [
         *_check_ranges(arguments),
@@ -61,7 +61,7 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
             "--distributed-backend nccl needs a GPU and this host has none: use gloo "
             "(TORCH_DISTRIBUTED_BACKEND sets it too)"
         )
-    if rank == 0 and (error := earlier_run_error(arguments)):
+    if error := earlier_run_error(arguments):
         errors.append(error)
     if errors:
         raise ConfigurationError(*errors)
@@ -131,6 +131,12 @@ def _check_layout(arguments: Arguments, config: DeepSeekConfig, world_size: int)
             f"--tensor-model-parallel-size {tp} doesn't divide the model's {config.num_attention_heads} attention heads"
             f": use one of {_divisors(config.num_attention_heads)}"
         )
+    dense = [layer for layer in range(config.num_hidden_layers) if not config.is_moe_layer(layer)]
+    if dense and config.intermediate_size % tp:
+        yield (
+            f"--tensor-model-parallel-size {tp} doesn't divide the intermediate_size {config.intermediate_size} of the "
+            f"model's dense layers: use one of {_divisors(config.intermediate_size)}"
+        )
     if config.n_routed_experts % ep:
         yield (
             f"--expert-model-parallel-size {ep} doesn't divide the model's {config.n_routed_experts} routed experts: "
@@ -162,6 +168,8 @@ def _check_not_yet(arguments: Arguments) -> Iterator[str]:
     """Flags whose meaning is fixed (groups, checks) but which the model can't run with yet."""
     if (ep := arguments.parallel.expert_model_parallel_size) > 1:
         yield f"--expert-model-parallel-size {ep} isn't supported yet: use 1 (every rank then holds all experts)"
+    if arguments.training.deepspeed_config is not None:
+        yield f"--deepspeed-config {arguments.training.deepspeed_config} isn't supported yet: leave it out"
     if (cp := arguments.parallel.context_parallel_size) > 1:
         yield f"--context-parallel-size {cp} isn't supported yet: use 1, or split sequences by tensor parallelism"
 

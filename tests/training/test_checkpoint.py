@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run goes on bit for bit, any layout loads what any other saved, nothing half-written is found."""
+"""Checkpoints: a resumed run goes on bit for bit, any layout loads any other's, nothing half-written is found."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The project's main instrument: the same seed gives the same loss in any layout.
 
-Every layout is compared with one rank: initial parameters bit for bit, every gradient of step 1, the loss, the gradient norm
-and the expert counts of ten steps in which the loss falls.
+Every layout is compared with one rank: initial parameters bit for bit, every gradient of step 1, the loss, the
+gradient norm and the expert counts of ten steps in which the loss falls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def one_rank(run_ranks: Callable[..., Any], optimizer: str, config: str) -> list
 
 def assert_same_curve(found: list[Curve], reference: list[Curve], optimizer: str, capsys: Any) -> None:
     expected = reference[0]
-    assert expected.losses[-1]["lm"] < 0.9 * expected.losses[0]["lm"], "the loss must fall for this test to mean anything"
+    assert expected.losses[-1]["lm"] < 0.9 * expected.losses[0]["lm"], (
+        "the loss must fall for this test to mean anything"
+    )
 
     initial, initial_expected = whole(found, "initial"), whole(reference, "initial")
     for name in initial_expected:
@@ -62,7 +64,7 @@ def assert_same_curve(found: list[Curve], reference: list[Curve], optimizer: str
 
 
 def near_ties(found: list[Curve], expected: Curve) -> list[tuple[int, int]]:
-    """(step, layer) where token counts differ. Allowed from step 2 on, and only where the router was all but undecided."""
+    """(step, layer) where token counts differ. Allowed from step 2 on, and only where the router was undecided."""
     tied = []
     for curve in found:
         for layer, bias in curve.biases.items():
@@ -71,7 +73,9 @@ def near_ties(found: list[Curve], expected: Curve) -> list[tuple[int, int]]:
             for layer, load in loads.items():
                 if load != expected.loads[step][layer]:
                     margin = expected.margins[step][layer]
-                    assert step > 0 and margin <= NEAR_TIE, f"step {step + 1}, layer {layer}: counts, margin {margin:.1e}"
+                    assert step > 0 and margin <= NEAR_TIE, (
+                        f"step {step + 1}, layer {layer}: counts, margin {margin:.1e}"
+                    )
                     tied.append((step, layer))
     return sorted(set(tied))
 

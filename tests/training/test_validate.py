@@ -121,13 +121,19 @@ def test_only_the_half_that_is_missing_of_the_data_is_named(arguments: Arguments
     assert "corpus.idx not found" in error and ".bin not" not in error
 
 
-def test_an_earlier_run_is_refused_on_rank_0_only(arguments: Arguments, config: DeepSeekConfig) -> None:
+def test_dense_layers_that_tensor_parallelism_cannot_split(arguments: Arguments, config: DeepSeekConfig) -> None:
+    odd = dataclasses.replace(config, intermediate_size=513)
+    (error,) = errors(arguments, odd)
+    assert "intermediate_size 513" in error and "--tensor-model-parallel-size 2" in error
+    validate(arguments, dataclasses.replace(odd, first_k_dense_replace=0), 8)
+
+
+def test_an_earlier_run_is_refused(arguments: Arguments, config: DeepSeekConfig) -> None:
     run = Path(arguments.run.run_dir)
     run.mkdir()
     (run / "config.yaml").touch()
     (error,) = errors(arguments, config)
     assert "--resume" in error and "--overwrite" in error and str(run) in error
-    validate(arguments, config, 8, rank=3)
     validate(arguments.replace(resume=True), config, 8)
     validate(arguments.replace(overwrite=True), config, 8)
 
