@@ -28,6 +28,10 @@ def main() -> None:
 
         validate(arguments, config, int(os.environ.get("WORLD_SIZE", "1")), gpu_count())
 
+        from training.datasets import open_data
+
+        data = open_data(arguments, config)
+
         from parallel.mesh import Layout, Mesh
         from training.logs import RankLogs
         from training.rng import check_agreement, set_seed
@@ -58,7 +62,7 @@ def main() -> None:
         with RankLogs(start.directory.logs, mesh.rank, mesh.coordinates()) as logs:
             for note in start.notes:
                 logging.getLogger(__name__).info(note)
-            Trainer(arguments, config, mesh, start, logs).run()
+            Trainer(arguments, config, mesh, data, start, logs).run()
         destroy()
 
 

@@ -52,8 +52,8 @@ class RunDirectory:
         return self.root / "logs"
 
     def has_run(self) -> bool:
-        """Whether an earlier run started here. Its logs alone don't count: a launcher may have put its own there."""
-        return self.config.exists() or self.metrics.exists() or any(_entries(self.root / "checkpoints"))
+        """Whether an earlier run did a step here. One that never came so far left flags and logs: nothing to lose."""
+        return self.metrics.exists() or any(_entries(self.root / "checkpoints"))
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ def _prepare(arguments: Arguments) -> Start:
         else:
             asked = " (--resume: there is no earlier run in it)" if arguments.run.resume else ""
             notes.append(f"starting anew in {directory.root}{asked}")
+            _put_errors_aside(directory.logs)
         for path in (directory.root, directory.checkpoints, directory.tensorboard, directory.logs):
             path.mkdir(parents=True, exist_ok=True)
         part = directory.config.with_suffix(".part")

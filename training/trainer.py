@@ -15,10 +15,6 @@ from typing import Any
 import torch
 
 from data.batches import Batches, MicroBatchTensors, ValidationSteps
-from data.bigram import bigram_baseline
-from data.build import build_datasets
-from data.samples import SampleSource
-from data.tokenizer import load_tokenizer
 from model.config import DeepSeekConfig
 from model.flops import flops_per_token, parameter_count
 from model.microbatch import MicroBatch
@@ -27,6 +23,7 @@ from parallel.mesh import Mesh
 from training import checkpoint
 from training.arguments import Arguments
 from training.command_line import to_yaml
+from training.datasets import RunData, bigram_loss
 from training.engine import Engine, StepResult
 from training.failures import ConfigurationError
 from training.logs import RankLogs
@@ -44,16 +41,26 @@ class Trainer:
     config: the model with the flags' overrides applied; start: how the run directory was entered; logs: this rank's.
     """
 
-    def __init__(self, arguments: Arguments, config: DeepSeekConfig, mesh: Mesh, start: Start, logs: RankLogs):
-        self.arguments, self.config, self.mesh = arguments, config, mesh
+    def __init__(
+        self,
+        arguments: Arguments,
+        config: DeepSeekConfig,
+        mesh: Mesh,
+        data: RunData,
+        start: Start,
+        logs: RankLogs,
+    ):
+        self.arguments, self.config, self.mesh, self.data = arguments, config, mesh, data
         self.directory, self.logs = start.directory, logs
         self.writes = mesh.world.is_first
         self.schedule = LearningRateSchedule.from_arguments(arguments)
-        self.train_set, self.valid_set = self._datasets()
         self.engine = Engine(config, arguments, mesh)
         self.done = self._load(start)
         self.train_batches, self.validation = self._batches()
-        self.bigram_loss = self._bigram_loss()
+        self.bigram_loss: float | None = None
+        if arguments.data.bigram_baseline and self.writes and data.valid is not None:
+            logger.info("fitting the bigram baseline on the run's training tokens")
+            self.bigram_loss = bigram_loss(arguments, config, data)
         training = arguments.training
         self.meter = Meter(
             flops_per_token(config, training.seq_length), mesh.world_size, mesh.device, arguments.logging.peak_tflops
@@ -151,26 +158,6 @@ class Trainer:
         logger.info("loaded %s: %d steps, %d sequences", path, done.step, done.consumed_samples)
         return done
 
-    def _datasets(self) -> tuple[SampleSource, SampleSource | None]:
-        training, data = self.arguments.training, self.arguments.data
-        train_samples = training.train_iters * training.global_batch_size
-        valid_samples = training.eval_iters * training.global_batch_size
-        try:
-            train, valid, _ = build_datasets(
-                data.data_path,
-                data.split,
-                training.seq_length,
-                self.arguments.run.seed,
-                train_samples,
-                valid_samples,
-                test_samples=0,
-                vocab_size=self.config.vocab_size,
-            )
-        except (ValueError, FileNotFoundError) as error:
-            raise ConfigurationError(str(error)) from error
-        assert train is not None
-        return train, valid
-
     def _batches(self) -> tuple[Batches, ValidationSteps | None]:
         training, data = self.arguments.training, self.arguments.data
         common: dict[str, Any] = dict(
@@ -179,38 +166,16 @@ class Trainer:
             global_batch_size=training.global_batch_size,
             dp_rank=self.mesh.dp.rank,
             dp_size=self.mesh.dp.size,
-            eod_id=self._eod_id(),
+            eod_id=self.data.eod_id,
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
         )
-        train = Batches(self.train_set, consumed_samples=self.done.consumed_samples, **common)
+        train = Batches(self.data.train, consumed_samples=self.done.consumed_samples, **common)
         valid = None
-        if self.valid_set is not None:
-            valid = ValidationSteps(self.valid_set, training.eval_iters, **common)
+        if self.data.valid is not None:
+            valid = ValidationSteps(self.data.valid, training.eval_iters, **common)
         return train, valid
-
-    def _eod_id(self) -> int | None:
-        path = self.arguments.data.tokenizer_model
-        if path is None:
-            return None
-        tokenizer = load_tokenizer(path)
-        if tokenizer.vocab_size > self.config.vocab_size:
-            raise ConfigurationError(
-                f"--tokenizer-model {path} has {tokenizer.vocab_size} ids, the model's vocab_size is "
-                f"{self.config.vocab_size}: use the tokenizer the model is made for, or raise vocab_size"
-            )
-        return tokenizer.eod_id
-
-    def _bigram_loss(self) -> float | None:
-        """Validation loss of a smoothed bigram model of all training tokens of the run; on the writing rank only."""
-        if not (self.arguments.data.bigram_baseline and self.writes and self.valid_set is not None):
-            return None
-        logger.info("fitting the bigram baseline on the run's training tokens")
-        train = map(self.train_set.sample, range(len(self.train_set)))
-        valid = map(self.valid_set.sample, range(len(self.valid_set)))
-        eod_id = self._eod_id() if self.arguments.data.eod_mask_loss else None
-        return bigram_baseline(train, valid, self.config.vocab_size, eod_id)
 
     def _microbatches(self, step: list[MicroBatchTensors]) -> list[MicroBatch]:
         return [MicroBatch(**tensors).to(self.mesh.device) for tensors in step]

@@ -21,6 +21,13 @@ def arguments(tmp_path: Path) -> Arguments:
     return Arguments().replace(run_dir=str(tmp_path / "run"))
 
 
+def run_a_step(arguments: Arguments) -> RunDirectory:
+    """The directory of a run that did its first step."""
+    directory = prepare(arguments).directory
+    directory.metrics.write_text('{"step": 1}\n')
+    return directory
+
+
 def test_a_new_run_has_its_places_and_its_flags(arguments: Arguments) -> None:
     start = prepare(arguments)
     assert not start.resumed
@@ -36,8 +43,15 @@ def test_save_and_tensorboard_can_lie_elsewhere(arguments: Arguments, tmp_path: 
     assert directory.checkpoints.is_dir() and directory.tensorboard.is_dir()
 
 
+def test_an_attempt_that_never_did_a_step_is_no_run(arguments: Arguments) -> None:
+    directory = prepare(arguments).directory
+    (directory.logs / "error_rank_00003.json").write_text("{}")
+    assert not prepare(arguments).resumed
+    assert not (directory.logs / "error_rank_00003.json").exists() and len(list(directory.logs.iterdir())) == 1
+
+
 def test_an_earlier_run_needs_a_word(arguments: Arguments) -> None:
-    prepare(arguments)
+    run_a_step(arguments)
     with pytest.raises(ConfigurationError, match="--resume goes on with it, --overwrite moves it aside"):
         prepare(arguments)
 
@@ -56,7 +70,7 @@ def test_resume_without_an_earlier_run_starts_anew_and_says_so(arguments: Argume
 
 
 def test_resume_keeps_everything_and_tells_what_changed(arguments: Arguments) -> None:
-    directory = prepare(arguments).directory
+    directory = run_a_step(arguments)
     (directory.checkpoints / "step_5").mkdir()
     (directory.logs / "error_rank_00003.json").write_text("{}")
     start = prepare(arguments.replace(resume=True, lr=1e-3, pipeline_model_parallel_size=4))
@@ -73,17 +87,18 @@ def test_resume_keeps_everything_and_tells_what_changed(arguments: Arguments) ->
 
 
 def test_resume_with_the_same_flags_leaves_one_config(arguments: Arguments) -> None:
-    directory = prepare(arguments).directory
+    directory = run_a_step(arguments)
     start = prepare(arguments.replace(resume=True))
     assert start.notes == (f"resuming the run in {directory.root}",)
     assert [path.name for path in directory.root.glob("config*")] == ["config.yaml"]
 
 
 def test_overwrite_moves_the_earlier_run_aside_whole(arguments: Arguments) -> None:
-    directory = prepare(arguments).directory
+    directory = run_a_step(arguments)
     (directory.checkpoints / "weights").write_text("precious")
     start = prepare(arguments.replace(overwrite=True))
     assert not start.resumed and not list(directory.checkpoints.iterdir())
+    directory.metrics.write_text('{"step": 1}\n')
     prepare(arguments.replace(overwrite=True))  # within the same second too
     kept = sorted(directory.root.parent.glob("run*.old-*"))
     assert len(kept) == 2
@@ -112,5 +127,6 @@ def test_rank_0_decides_for_all(arguments: Arguments, run_ranks: Callable[..., l
     first, second = run_ranks(2, start_on_a_rank, arguments)
     assert first == second == (False, (f"starting anew in {arguments.run.run_dir}",), True)
     assert not Path(arguments.run.run_dir + "_of_rank_1").exists()
+    RunDirectory.of(arguments).metrics.write_text('{"step": 1}\n')
     first, second = run_ranks(2, start_on_a_rank, arguments)
     assert first == second and "holds an earlier run" in first

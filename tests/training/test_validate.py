@@ -131,7 +131,7 @@ def test_dense_layers_that_tensor_parallelism_cannot_split(arguments: Arguments,
 def test_an_earlier_run_is_refused(arguments: Arguments, config: DeepSeekConfig) -> None:
     run = Path(arguments.run.run_dir)
     run.mkdir()
-    (run / "config.yaml").touch()
+    (run / "metrics.jsonl").touch()
     (error,) = errors(arguments, config)
     assert "--resume" in error and "--overwrite" in error and str(run) in error
     validate(arguments.replace(resume=True), config, 8)
