@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 @functools.lru_cache
-def one_rank(run_ranks: Callable[..., Any], optimizer: str, config: str) -> list[Curve]:
+def one_rank(run_ranks: Callable[..., Any], optimizer: str, config: str = "tiny_v3") -> list[Curve]:
     return run_ranks(1, train, Job(config=config, flags={"optimizer": optimizer}))
 
 
@@ -85,4 +85,21 @@ def near_ties(found: list[Curve], expected: Curve) -> list[tuple[int, int]]:
 def test_same_loss_in_any_layout(run_ranks: Callable[..., Any], layout: str, optimizer: str, capsys: Any) -> None:
     ranks, settings = LAYOUTS[layout]
     found = run_ranks(ranks, train, Job(**settings, flags={"optimizer": optimizer}))
-    assert_same_curve(found, one_rank(run_ranks, optimizer, "tiny_v3"), optimizer, capsys)
+    assert_same_curve(found, one_rank(run_ranks, optimizer), optimizer, capsys)
+
+
+def test_v2_with_its_auxiliary_loss_has_the_same_loss_in_any_layout(run_ranks: Callable[..., Any], capsys: Any) -> None:
+    found = run_ranks(4, train, Job(layout=Layout(tp=2, pp=2), config="tiny_v2", flags={"optimizer": "sgd"}))
+    reference = one_rank(run_ranks, "sgd", "tiny_v2")
+    assert reference[0].losses[0]["aux"] > 0
+    assert_same_curve(found, reference, "sgd", capsys)
+
+
+def test_full_recomputation_changes_nothing_and_counts_each_token_once(
+    run_ranks: Callable[..., Any], capsys: Any
+) -> None:
+    flags = {"optimizer": "sgd", "recompute_granularity": "full"}
+    found = run_ranks(4, train, Job(layout=Layout(tp=2, pp=2), flags=flags))
+    assert_same_curve(found, one_rank(run_ranks, "sgd"), "sgd", capsys)
+    tokens = 4 * 48
+    assert all(sum(load) == tokens * 2 for curve in found for loads in curve.loads for load in loads.values())
