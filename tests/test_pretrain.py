@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from data.indexed import IndexedWriter, bin_path
+from tests.training.test_failures import hear_interrupts
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY = 97
@@ -84,7 +85,14 @@ class Ranks:
             }
             command = [*program, *common, *(differ if rank == 1 else ())]
             self.processes.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+                subprocess.Popen(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                    preexec_fn=hear_interrupts,
+                )
             )
 
     def finish(self) -> list[tuple[int, str, str]]:

@@ -25,6 +25,11 @@ def program(body: str, directory: Path | None = None, patience: float = 0.5) -> 
     return f"{START}with FailureReport({place}, patience={patience}) as report:\n{textwrap.indent(body, '    ')}\n"
 
 
+def hear_interrupts() -> None:
+    """In a child: undo what a test run in a shell's background inherits, where Ctrl-C is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Process:
     """A started program, its clock and its output."""
 
@@ -36,6 +41,7 @@ class Process:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **environ},
+            preexec_fn=hear_interrupts,
         )
 
     def wait_ready(self) -> None:
