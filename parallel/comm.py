@@ -6,6 +6,7 @@ Lives here: plain collectives, and the named autograd pairs of sequence-parallel
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -31,11 +32,39 @@ def _bytes(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+_SMALL = 1 << 18
+"""Bytes up to which a rank of a gloo group fetches every tensor and reduces by itself, rather than by an all-reduce."""
+_LOCAL_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda everyone: everyone.sum(0),
+    "max": lambda everyone: everyone.amax(0),
+    "min": lambda everyone: everyone.amin(0),
+}
+
+
+def _exchange_is_faster(axis: Axis) -> bool:
+    """On gloo a reduce-scatter is an all-reduce inside, and even a gather is slower than an exchange of the same bytes.
+
+    Two ranks of one host, 128 KiB: reduce-scatter 2.0 ms, gather 0.9 ms, all-to-all 0.4 ms (0.5 ms with the sum); an
+    all-reduce of 16 KiB takes 3 ms.
+    """
+    return dist.get_backend(axis.group) == "gloo"
+
+
+def _all_to_all(received: torch.Tensor, sent: torch.Tensor, axis: Axis) -> None:
+    """Block i of dimension 0 goes to rank i; block i of `received` comes from it."""
+    dist.all_to_all_single(received, sent, group=axis.group)
+
+
 def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -> Work | None:
     """Reduce `x` over the axis in place. Any contiguous shape. Returns the work when asynchronous, None on one rank."""
     if axis.group is None:
         return None
     axis.ledger.add(axis.name, "all_reduce", 2 * _bytes(x) * (axis.size - 1) / axis.size)
+    if not async_op and _bytes(x) * axis.size <= _SMALL and _exchange_is_faster(axis):
+        everyone = x.new_empty((axis.size, x.numel()))
+        _all_to_all(everyone, x.reshape(1, -1).repeat(axis.size, 1), axis)
+        x.copy_(_LOCAL_REDUCE[op](everyone).view_as(x))
+        return None
     return dist.all_reduce(x, op=_REDUCE[op], group=axis.group, async_op=async_op)
 
 
@@ -45,7 +74,10 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
         return x
     axis.ledger.add(axis.name, "all_gather", _bytes(x) * (axis.size - 1))
     gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    _gather_into(gathered, x.contiguous(), group=axis.group)
+    if _exchange_is_faster(axis):
+        _all_to_all(gathered, x.repeat(axis.size, *(1 for _ in x.shape[1:])), axis)
+    else:
+        _gather_into(gathered, x.contiguous(), group=axis.group)
     return gathered
 
 
@@ -56,6 +88,10 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if x.shape[0] % axis.size:
         raise ValueError(f"reduce_scatter over {axis.name}: {x.shape[0]} rows do not divide by {axis.size} ranks")
     axis.ledger.add(axis.name, "reduce_scatter", _bytes(x) * (axis.size - 1) / axis.size)
+    if _exchange_is_faster(axis):
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _all_to_all(received, x.contiguous(), axis)
+        return received.unflatten(0, (axis.size, -1)).sum(0)
     block = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     _reduce_scatter_into(block, x.contiguous(), group=axis.group)
     return block
