@@ -26,23 +26,14 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, y_rh: torch.Tensor, weight_tk: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(y_rh, weight_tk, order_r, place_tk)
-        out_th = y_rh[place_tk[:, 0]] * weight_tk[:, 0, None]
-        for choice in range(1, place_tk.shape[1]):
-            out_th.addcmul_(y_rh[place_tk[:, choice]], weight_tk[:, choice, None])
-        return out_th
+    def forward(ctx: Any, y_rh: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order_r, place_tk)
+        return _sum_choices(y_rh, place_tk)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        y_rh, weight_tk, order_r, place_tk = ctx.saved_tensors
-        grad_rh = grads[0][order_r // place_tk.shape[1]]
-        # Row by row <gradient, y>, then back to [t, k].
-        grad_weight_tk = torch.linalg.vecdot(y_rh, grad_rh)[place_tk]
-        grad_y_rh = grad_rh.mul_(weight_tk.flatten()[order_r, None])
-        return grad_y_rh, grad_weight_tk, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        order_r, place_tk = ctx.saved_tensors
+        return grads[0][order_r // place_tk.shape[1]], None, None
 
 
 def _sum_choices(rows_rh: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
@@ -69,6 +60,9 @@ def dispatch(x_th: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) 
     return _Dispatch.apply(x_th, order_r, place_tk)
 
 
-def combine(y_rh: torch.Tensor, weight_tk: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
-    """Each token's weighted sum of its k rows: [r, h] -> [t, h]. `weight_tk` has y's dtype; both get gradients."""
-    return _Combine.apply(y_rh, weight_tk, order_r, place_tk)
+def combine(y_rh: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
+    """The sum of each token's k rows: [r, h] -> [t, h]. Gradient: a copy of the token's for each row.
+
+    Weights are applied before the experts' last product, which is linear: nothing of size [r, h] is kept for backward.
+    """
+    return _Combine.apply(y_rh, order_r, place_tk)

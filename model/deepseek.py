@@ -199,12 +199,11 @@ def build_stages(
     options: ModelOptions,
     seed: int,
     pipeline_layers: tuple[int, ...] | None = None,
-    init_std: float | None = None,
 ) -> dict[int, DeepSeekStage]:
     """The stages of this rank, initialised from `seed` and global names. Collective (copies of the embedding meet).
 
-    placement: the pipeline rank of every stage; pipeline_layers: blocks of every stage, evenly when None; init_std: of
-    all matrices, the configuration's `initializer_range` when None. Parameters are fp32 on the mesh's device.
+    placement: the pipeline rank of every stage; pipeline_layers: blocks of every stage, evenly when None. Parameters
+    are fp32 on the mesh's device.
     """
     split = split_layers(config.num_hidden_layers, len(placement), pipeline_layers)
     embedding_ranks = tuple(dict.fromkeys((placement[0], placement[-1]))) if config.num_mtp_layers else ()
@@ -219,7 +218,6 @@ def build_stages(
         first, last = stage == 0, stage == len(placement) - 1
         with torch.device(mesh.device):
             module = DeepSeekStage(config, mesh, layers, first, last, options, embedding_ranks)
-        std = config.initializer_range if init_std is None else init_std
-        initialise(module.named_parameters(), mesh, seed, std)
+        initialise(module.named_parameters(), mesh, seed, config.initializer_range)
         stages[stage] = module
     return stages

@@ -18,7 +18,8 @@ from parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over the global batch: valid tokens of the main loss, of each MTP depth, and sequences. fp32 scalars."""
+    """Counts over the global batch: valid tokens of the main loss, of each MTP depth, and sequences. fp64 scalars: fp32
+    counts no further than 16,777,216."""
 
     tokens: torch.Tensor
     mtp_tokens: tuple[torch.Tensor, ...]
@@ -60,7 +61,7 @@ class MicroBatch:
         """The same batch with its data on `device`."""
 
         def move(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.to(device, non_blocking=True)
+            return None if x is None else x.to(device)
 
         moved = [move(x) for x in (self.tokens, self.labels, self.loss_mask, self.positions, self.documents)]
         return MicroBatch(*moved)  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ def set_denominators(batches: Sequence[MicroBatch], mtp_depths: int, mesh: Mesh)
             counts[1 + depth] += batch.mtp_mask(depth).sum()
     all_reduce_(counts, mesh.dp)
     # A depth may have no valid token at all (short samples): its loss is then 0, not 0/0.
-    counts = counts.clamp(min=1).float()
+    counts = counts.clamp(min=1)
     denominators = Denominators(counts[0], tuple(counts[2:]), counts[1])
     for batch in batches:
         batch.denominators = denominators

@@ -25,13 +25,13 @@ def rotary_frequencies(config: DeepSeekConfig) -> tuple[Tensor, float]:
     """
     width = config.qk_rope_head_dim
     # The fp32 steps, in this order, are the reference's: positions near the context's end amplify a last-bit change.
-    period_h = config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    period_h = config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
     plain_h = 1.0 / period_h
     yarn = config.rope_scaling
     if yarn is None:
         return plain_h, 1.0
     low, high = yarn_range(yarn, width, config.rope_theta)
-    ramp_h = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp_h = ((torch.arange(width // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     keep_h = 1 - ramp_h
     return 1.0 / (yarn.factor * period_h) * (1 - keep_h) + plain_h * keep_h, yarn.attention_factor
 

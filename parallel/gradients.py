@@ -152,18 +152,20 @@ class GradientReducer:
         `_on_gradient`), another order would hold complete ones back.
         """
         cap = cap_mb * 2**20 / 4
-        filling: dict[str, list[nn.Parameter]] = {}
+        filling: dict[tuple[int, ...], list[nn.Parameter]] = {}  # by ranks: axes of the same ranks share buckets
+        axes: dict[tuple[int, ...], Axis] = {}
         buckets = []
         backward_order = [parameter for _, parameter in reversed(self.named)]
         for parameter in backward_order:
             axis = sharding_of(parameter).gradient_axis(self.mesh)
-            waiting = filling.setdefault(axis.name, [])
+            axis = axes.setdefault(axis.ranks, axis)
+            waiting = filling.setdefault(axis.ranks, [])
             if waiting and sum(p.numel() for p in waiting) + parameter.numel() > cap:
                 buckets.append(Bucket(axis, waiting))
-                waiting = filling[axis.name] = []
+                waiting = filling[axis.ranks] = []
             waiting.append(parameter)
-        for name, waiting in filling.items():
-            buckets.append(Bucket(getattr(self.mesh, name), waiting))
+        for ranks, waiting in filling.items():
+            buckets.append(Bucket(axes[ranks], waiting))
         place = {parameter: i for i, parameter in enumerate(backward_order)}
         return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])
 

@@ -35,7 +35,14 @@ def init_distributed(backend: str | None = None, timeout_minutes: float = 10.0) 
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
     device = torch.device("cpu")
     if chosen == "nccl":
-        device = torch.device("cuda", local_rank % gpus)
+        if local_rank >= gpus:
+            raise ValueError(
+                f"this is process {local_rank + 1} of its host, which has {gpus} GPUs: start one process for each GPU "
+                f"(--nproc-per-node {gpus}), or use --distributed-backend gloo"
+            )
+        # Kernels loaded on first use synchronise the device, which a receive posted early may hold up for ever.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return device

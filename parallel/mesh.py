@@ -154,6 +154,11 @@ class Mesh:
         """This rank's place on every axis that a person asks for: pp, dp, cp, tp, ep."""
         return {name: getattr(self, name).rank for name in ("pp", "dp", "cp", "tp", "ep")}
 
+    def collective_axes(self) -> list[Axis]:
+        """The axes on which collectives run, copies made so far included, in the same order on every rank."""
+        named = [self.world, self.tp, self.cp, self.dp, self.dp_cp, self.stage, self.sequence, self.ep, self.edp]
+        return [*named, self.pp, *self._copies.values()]
+
     def copies(self, pipeline_ranks: tuple[int, ...]) -> Axis:
         """The ranks of this pipeline column that hold a copy of one parameter. Collective over the world; cached.
 

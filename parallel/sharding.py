@@ -17,7 +17,7 @@ import torch
 from parallel.mesh import Axis, Mesh
 
 _INIT_CHUNK = 1 << 20
-"""Elements drawn at a time: the transient memory of initialisation (4 MiB in fp32), whatever the size of the tensor."""
+"""Elements drawn at a time, or one row of dimension 0 where that is longer: the transient memory of initialisation."""
 
 
 @dataclass(frozen=True)

@@ -165,8 +165,6 @@ def train(job: Job) -> Curve:
                 gradients[name] = parameter.main_grad.clone()
                 gradients[name].sharding = parameter.sharding
             curve.first_gradients = shards(gradients, mesh)
-            for router in engine.routers:
-                router.load_e.zero_()
             batches = microbatches_of_step(job, step, config.vocab_size, mesh.dp.rank, mesh.dp.size)
         result = engine.train_step(batches, lr)
         curve.losses.append(result.losses)

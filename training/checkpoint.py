@@ -38,7 +38,7 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 
 @dataclass(frozen=True)
-class Progress:
+class Position:
     """Where the run stands: optimizer steps done, and sequences consumed (which is the whole state of the data)."""
 
     step: int
@@ -55,7 +55,7 @@ def newest(directory: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
-def save(engine: Engine, directory: Path, progress: Progress, arguments_yaml: str) -> Path:
+def save(engine: Engine, directory: Path, position: Position, arguments_yaml: str) -> Path:
     """Write `directory`/step_… . Collective. An interrupted save leaves no step_ directory; an earlier one stays whole.
 
     Stored: fp32 masters, optimizer moments, router biases, the step and samples consumed, the model's configuration,
@@ -63,7 +63,7 @@ def save(engine: Engine, directory: Path, progress: Progress, arguments_yaml: st
     for bit.
     """
     mesh = engine.mesh
-    final = directory / f"step_{progress.step:08d}"
+    final = directory / f"step_{position.step:08d}"
     partial = directory / f".{final.name}.partial"
     if mesh.world.is_first:
         shutil.rmtree(partial, ignore_errors=True)
@@ -74,8 +74,9 @@ def save(engine: Engine, directory: Path, progress: Progress, arguments_yaml: st
     if mesh.world.is_first:
         meta = {
             "format": FORMAT,
-            **dataclasses.asdict(progress),
+            **dataclasses.asdict(position),
             "optimizer": engine.arguments.optimizer.optimizer,
+            "global_batch_size": engine.arguments.training.global_batch_size,
             "layout": dataclasses.asdict(mesh.layout) | {"world_size": mesh.world_size},
             "torch": torch.__version__,
             "model": engine.config.to_dict(),
@@ -85,6 +86,7 @@ def save(engine: Engine, directory: Path, progress: Progress, arguments_yaml: st
         for file in ("config.yaml", META, "."):
             _fsync(partial / file)
         replaced = directory / f".{final.name}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
@@ -94,7 +96,7 @@ def save(engine: Engine, directory: Path, progress: Progress, arguments_yaml: st
     return final
 
 
-def load(engine: Engine, path: Path) -> Progress:
+def load(engine: Engine, path: Path) -> Position:
     """Fill masters, parameters, moments and router biases from the checkpoint at `path`. Collective.
 
     Raises ConfigurationError, before anything changes, for a checkpoint of another model, optimizer or format.
@@ -108,11 +110,17 @@ def load(engine: Engine, path: Path) -> Progress:
             f"{path} was saved with --optimizer {meta['optimizer']}, this run has "
             f"--optimizer {engine.arguments.optimizer.optimizer}: use the same"
         )
+    batch = engine.arguments.training.global_batch_size
+    if meta["global_batch_size"] != batch:
+        raise ConfigurationError(
+            f"{path} was saved with --global-batch-size {meta['global_batch_size']}, this run has {batch}: the "
+            f"schedule of the learning rate and the data would not fit together; use {meta['global_batch_size']}"
+        )
     engine.optimizer.prepare_moments(meta["step"])
     with _quiet():
         dcp.load(_state(engine), checkpoint_id=path, no_dist=engine.mesh.world_size == 1)
     engine.optimizer.refresh_parameters()
-    return Progress(meta["step"], meta["consumed_samples"])
+    return Position(meta["step"], meta["consumed_samples"])
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

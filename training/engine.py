@@ -16,7 +16,7 @@ from model.config import DeepSeekConfig
 from model.deepseek import ModelOptions, build_stages
 from model.microbatch import MicroBatch, set_denominators
 from model.moe import routers, update_router_bias
-from parallel.comm import all_reduce_
+from parallel.comm import all_reduce_, connect
 from parallel.gradients import GradientReducer
 from parallel.mesh import Mesh
 from parallel.pipeline.runtime import PipelineRuntime
@@ -63,7 +63,6 @@ class Engine:
             options,
             arguments.run.seed,
             parallel.pipeline_layers or None,
-            arguments.model.init_method_std,
         )
         self.dtype = DTYPES[training.precision]
         for _, parameter in self.named_parameters():
@@ -78,6 +77,7 @@ class Engine:
         self.optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
         self.runtime = PipelineRuntime(mesh, self.stages, self.dtype)
         self.routers = routers(self.stages.values())
+        connect(mesh.collective_axes())
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -101,26 +101,27 @@ class Engine:
         self.optimizer.step(lr)
         loads = update_router_bias(self.routers, self.mesh, self.arguments.model.router_bias_update_rate)
         losses = self._reported(microbatches)
-        assert microbatches[0].denominators is not None
-        return StepResult(losses, norm.item(), microbatches[0].denominators.tokens.item(), loads)
+        return StepResult(losses, norm.item(), self._tokens(microbatches), loads)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch]) -> None:
         """The gradient of the global batch's loss in every `main_grad`, summed over all replicas. Collective."""
         for stage in self.stages.values():
             stage.train()
         self.reducer.zero()
+        for router in self.routers:
+            router.load_e.zero_()
         set_denominators(microbatches, self.config.num_mtp_layers, self.mesh)
         self.runtime.run(self._schedule(len(microbatches), True), microbatches, self._shape(microbatches), self.reducer)
         self.reducer.finish()
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
-        """The losses of one global batch, by name as in `StepResult`, without touching any state. Collective."""
+    def evaluate(self, microbatches: Sequence[MicroBatch]) -> tuple[dict[str, float], float]:
+        """The losses of one global batch, as in `StepResult`, and its tokens that counted. Collective."""
         for stage in self.stages.values():
             stage.eval()
         set_denominators(microbatches, self.config.num_mtp_layers, self.mesh)
         self.runtime.run(self._schedule(len(microbatches), False), microbatches, self._shape(microbatches))
-        return self._reported(microbatches)
+        return self._reported(microbatches), self._tokens(microbatches)
 
     def loss_names(self) -> list[str]:
         """The losses of this model, in the order they are reported."""
@@ -137,6 +138,10 @@ class Engine:
                     sums[i] += batch.losses[name]
         all_reduce_(sums, self.mesh.world)
         return dict(zip(names, sums.tolist(), strict=True))
+
+    def _tokens(self, microbatches: Sequence[MicroBatch]) -> float:
+        assert microbatches[0].denominators is not None
+        return microbatches[0].denominators.tokens.item()
 
     def _schedule(self, microbatches: int, training: bool) -> Schedule:
         key = (microbatches, training)

@@ -69,12 +69,6 @@ class Optimizer:
         if self._rounded:
             torch._foreach_copy_([p for p, _ in self._rounded], [master for _, master in self._rounded])
 
-    @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Take the masters anew from the parameters, after weights were loaded into those."""
-        for parameter, master in self._rounded:
-            master.copy_(parameter)
-
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """Optimizer state by kind ("exp_avg", "momentum_buffer", …), then global name; tensors shaped like the master.
 

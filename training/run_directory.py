@@ -53,7 +53,7 @@ class RunDirectory:
 
     def has_run(self) -> bool:
         """Whether an earlier run did a step here. One that never came so far left flags and logs: nothing to lose."""
-        return self.metrics.exists() or any(_entries(self.root / "checkpoints"))
+        return self.metrics.exists() or any(_entries(self.checkpoints))
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,12 @@ def _prepare(arguments: Arguments) -> Start:
     notes = []
     try:
         if directory.has_run() and not resumed:
-            notes.append(f"starting anew in {directory.root}; the earlier run is now {_move_aside(directory.root)}")
+            # The checkpoints too where --save puts them elsewhere: the next --resume must not find the earlier run's.
+            outside = not directory.checkpoints.resolve().is_relative_to(directory.root.resolve())
+            for place in [directory.root, *([directory.checkpoints] if outside else [])]:
+                if place.exists():
+                    notes.append(f"{place} of the earlier run is now {_move_aside(place)}")
+            notes.append(f"starting anew in {directory.root}")
         elif resumed:
             notes += [f"resuming the run in {directory.root}", *_note_changes(directory, arguments)]
             _put_errors_aside(directory.logs)

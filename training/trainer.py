@@ -18,7 +18,7 @@ from data.batches import Batches, MicroBatchTensors, ValidationSteps
 from model.config import DeepSeekConfig
 from model.flops import flops_per_token, parameter_count
 from model.microbatch import MicroBatch
-from parallel.comm import all_reduce_
+from parallel.comm import all_reduce_, gather_objects
 from parallel.mesh import Mesh
 from training import checkpoint
 from training.arguments import Arguments
@@ -101,7 +101,7 @@ class Trainer:
         lr = lr_at(self.done.consumed_samples, self.schedule)
         result = self.engine.train_step(self._microbatches(self.train_batches.next_step()), lr)
         training = self.arguments.training
-        self.done = checkpoint.Progress(step, self.train_batches.consumed_samples)
+        self.done = checkpoint.Position(step, self.train_batches.consumed_samples)
         loss = result.losses["lm"]
         if not (math.isfinite(loss) and math.isfinite(result.grad_norm)):
             raise RuntimeError(
@@ -119,41 +119,49 @@ class Trainer:
             "grad_norm": result.grad_norm,
             "tokens": self.done.consumed_samples * training.seq_length,
             "loss_tokens": int(result.tokens),
-            **self._balance(result),
-            **self.meter.stop(tokens),
+            **self._worst(result, self.meter.stop(tokens)),
         }
 
-    def _balance(self, result: StepResult) -> dict[str, float]:
-        """MaxVio (2408.15664) of the worst layer: the top expert's load over the mean, minus 1. Collective over pp."""
-        if not any(map(self.config.is_moe_layer, range(self.config.num_layers_with_mtp))):
-            return {}
+    def _worst(self, result: StepResult, measured: dict[str, float]) -> dict[str, float]:
+        """`measured`, with the memory of the rank that needs most, and the balance of the worst layer. Collective.
+
+        Balance is MaxVio (2408.15664): the top expert's load over the mean, minus 1.
+        """
         loads = result.expert_loads.double()
-        worst = (loads.amax(-1) / loads.mean(-1) - 1).amax() if loads.numel() else loads.new_zeros(())
-        worst = worst.reshape(1).clone()
-        all_reduce_(worst, self.mesh.pp, op="max")
-        return {"expert_max_violation": worst.item()}
+        violation = (loads.amax(-1) / loads.mean(-1) - 1).amax() if loads.numel() else loads.new_full((), -1.0)
+        memory = torch.tensor(measured["peak_memory_gib"], dtype=torch.float64, device=self.mesh.device)
+        worst = torch.stack([violation, memory])
+        all_reduce_(worst, self.mesh.world, op="max")
+        violated, peak = worst.tolist()
+        measured = measured | {"peak_memory_gib": peak}
+        return measured if violated < 0 else measured | {"expert_max_violation": violated}
 
     def _validate(self) -> dict[str, float]:
         assert self.validation is not None
-        losses = [self.engine.evaluate(self._microbatches(step))["lm"] for step in self.validation]
-        record = {"valid_loss": sum(losses) / len(losses)}
+        loss = tokens = 0.0
+        for step in self.validation:
+            losses, counted = self.engine.evaluate(self._microbatches(step))
+            loss, tokens = loss + losses["lm"] * counted, tokens + counted
+        record = {"valid_loss": loss / tokens}
         return record if self.bigram_loss is None else record | {"bigram_loss": self.bigram_loss}
 
     def _save(self) -> None:
         path = checkpoint.save(self.engine, self.directory.checkpoints, self.done, to_yaml(self.arguments))
         logger.info("saved %s", path, extra={"terminal": False})
 
-    def _load(self, start: Start) -> checkpoint.Progress:
+    def _load(self, start: Start) -> checkpoint.Position:
         """From the run's newest checkpoint when resuming, else from --load, else from nothing."""
         path = checkpoint.newest(self.directory.checkpoints) if start.resumed else None
+        # Rank 0 decides: a rank that sees another newest one, or none, must not go another way.
+        path = gather_objects(path, self.mesh.world)[0]
         if path is None and self.arguments.checkpoint.load:
-            path = checkpoint.newest(Path(self.arguments.checkpoint.load))
+            path = gather_objects(checkpoint.newest(Path(self.arguments.checkpoint.load)), self.mesh.world)[0]
             if path is None:
                 raise ConfigurationError(f"--load {self.arguments.checkpoint.load} holds no complete checkpoint")
         if path is None:
             if start.resumed:
                 logger.info("the earlier run saved no checkpoint: starting from step 1")
-            return checkpoint.Progress(0, 0)
+            return checkpoint.Position(0, 0)
         done = checkpoint.load(self.engine, path)
         logger.info("loaded %s: %d steps, %d sequences", path, done.step, done.consumed_samples)
         return done

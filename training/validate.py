@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.blend import parse_data_path, parse_split
 from training.arguments import Arguments
 from training.failures import ConfigurationError
 from training.run_directory import earlier_run_error
@@ -225,19 +226,17 @@ def _check_data(arguments: Arguments) -> Iterator[str]:
             "or train one with tools/train_tokenizer.py"
         )
     try:
-        shares = [float(share) for share in data.split.split(",")]
-    except ValueError:
-        shares = []
-    if len(shares) != 3 or not all(0 <= share < float("inf") for share in shares) or shares[0] == 0:
-        yield f"--split {data.split} must be the shares of training, validation and test, such as 969,30,1"
+        parse_split(data.split)
+    except ValueError as error:
+        yield f"--{error}"
     if not data.data_path:
         yield "--data-path is missing: give the prefix of .bin/.idx files made by tools/preprocess_data.py"
-    prefixes = data.data_path
-    if len(prefixes) > 1:
-        weights, prefixes = data.data_path[::2], data.data_path[1::2]
-        if len(weights) != len(prefixes) or not all(_is_weight(weight) for weight in weights):
-            yield f"--data-path {' '.join(data.data_path)} must be one prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."
-            return
+        return
+    try:
+        prefixes, _ = parse_data_path(data.data_path)
+    except ValueError as error:
+        yield f"--{error}"
+        return
     for prefix in prefixes:
         missing = [prefix + end for end in (".idx", ".bin") if not Path(prefix + end).is_file()]
         if missing:
@@ -245,13 +244,6 @@ def _check_data(arguments: Arguments) -> Iterator[str]:
                 f"--data-path {prefix}: {' and '.join(missing)} not found; give the prefix without extension, "
                 "as written by tools/preprocess_data.py"
             )
-
-
-def _is_weight(text: str) -> bool:
-    try:
-        return 0 < float(text) < float("inf")
-    except ValueError:
-        return False
 
 
 def _flag(name: str) -> str:

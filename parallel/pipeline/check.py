@@ -1,8 +1,9 @@
 """Every table is checked before it runs: complete, in order of its dependencies, free of deadlock, within its memory.
 
-Lives here: pure checks of a `Schedule`. Imports `schedule` only. Assumes NCCL, the stricter backend: each directed edge
-between two stages has a communicator of its own, on which messages pass in the order they are sent, and a message
-passes only to a receiver that expects it.
+Lives here: pure checks of a `Schedule`. Imports `schedule` only. What is checked: each action once and on its rank, no
+wait for an action that never comes, and on every directed edge between ranks messages are received in the order they
+are sent. That is enough while a pair of ranks exchanges activations in one direction and gradients in the other, each
+with a communicator of its own; placements that send one kind both ways need more (NCCL queues a pair's operations).
 """
 
 from __future__ import annotations

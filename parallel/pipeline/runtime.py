@@ -1,8 +1,8 @@
 """Executes a schedule's table on this rank: receive, compute, send, action by action.
 
 Lives here: the only code that moves activations between stages. Imports `parallel` only; what a stage computes it
-doesn't know. Receives are posted one ahead on every edge, sends never block, and activations flow on one communicator,
-gradients on another.
+doesn't know. The receive of an action is posted while the one before it computes, sends never block, and activations
+flow on one communicator, gradients on another.
 """
 
 from __future__ import annotations
@@ -22,29 +22,6 @@ from parallel.pipeline.schedule import Action, Kind, Schedule
 
 StageForward = Callable[[torch.Tensor | None, Any], torch.Tensor]
 """(input or None on the first stage, micro-batch) -> output; on the last stage a scalar loss to differentiate."""
-
-
-class _Inbox:
-    """Messages from one peer in their known order; the next one's receive is always posted already."""
-
-    def __init__(self, axis: Axis, peer: int, expected: Sequence[Action], shape: torch.Size, like: torch.Tensor):
-        self.axis, self.peer, self.shape, self.like = axis, peer, shape, like
-        self.expected = deque(expected)
-        self.posted: tuple[Action, torch.Tensor, Work] | None = None
-        self._post()
-
-    def _post(self) -> None:
-        if self.expected:
-            buffer = self.like.new_empty(self.shape)
-            self.posted = (self.expected.popleft(), buffer, irecv(buffer, self.axis, self.peer))
-
-    def take(self, action: Action) -> torch.Tensor:
-        assert self.posted is not None and self.posted[0] == action, f"{action} taken, {self.posted} posted"
-        _, buffer, work = self.posted
-        work.wait()
-        self.posted = None
-        self._post()
-        return buffer
 
 
 class PipelineRuntime:
@@ -84,16 +61,19 @@ class PipelineRuntime:
             self._connect(schedule)
             self._checked[id(schedule)] = schedule
         row = schedule.actions[self.mesh.pp.rank]
-        inboxes = self._open_inboxes(schedule, row, shape)
+        posted = self._post(schedule, row[0], shape) if row else None
         local: dict[Action, torch.Tensor] = {}
         kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         sends: deque[tuple[Work, torch.Tensor]] = deque()
         last_backward = {action.stage: action for action in row if action.kind is Kind.BACKWARD}
 
-        for action in row:
+        for action, following in zip(row, (*row[1:], None), strict=True):
             while sends and sends[0][0].is_completed():
                 sends.popleft()
-            incoming = self._incoming(schedule, action, inboxes, local)
+            incoming = self._incoming(schedule, action, posted, local)
+            # Not earlier: on a GPU a receive waits on the device, and one that itself depends on work not launched yet
+            # would never end if anything synchronised the device meanwhile.
+            posted = self._post(schedule, following, shape) if following else None
             outgoing: torch.Tensor | None
             if action.kind is Kind.FORWARD:
                 training = action.stage in last_backward
@@ -142,31 +122,27 @@ class PipelineRuntime:
         axis = self.mesh.activations if action.kind is Kind.FORWARD else self.mesh.gradients
         return axis, schedule.placement[stage]
 
-    def _open_inboxes(
-        self, schedule: Schedule, row: Sequence[Action], shape: torch.Size
-    ) -> dict[tuple[Kind, int], _Inbox]:
-        expected: dict[tuple[Kind, int], list[Action]] = {}
-        axes: dict[tuple[Kind, int], Axis] = {}
-        for action in row:
-            edge = self._edge(schedule, action, -1)
-            if edge is not None and edge[1] != self.mesh.pp.rank:
-                axes[action.kind, edge[1]] = edge[0]
-                expected.setdefault((action.kind, edge[1]), []).append(action)
-        return {key: _Inbox(axes[key], key[1], actions, shape, self.like) for key, actions in expected.items()}
+    def _post(self, schedule: Schedule, action: Action, shape: torch.Size) -> tuple[torch.Tensor, Work] | None:
+        """Start to receive what `action` needs from another rank; None when it needs nothing from one."""
+        edge = self._edge(schedule, action, -1)
+        if edge is None or edge[1] == self.mesh.pp.rank:
+            return None
+        axis, peer = edge
+        buffer = self.like.new_empty(shape)
+        return buffer, irecv(buffer, axis, peer)
 
     def _incoming(
         self,
         schedule: Schedule,
         action: Action,
-        inboxes: dict[tuple[Kind, int], _Inbox],
+        posted: tuple[torch.Tensor, Work] | None,
         local: dict[Action, torch.Tensor],
     ) -> torch.Tensor | None:
-        edge = self._edge(schedule, action, -1)
-        if edge is None:
-            return None
-        if edge[1] == self.mesh.pp.rank:
-            return local.pop(action)
-        return inboxes[action.kind, edge[1]].take(action)
+        if posted is not None:
+            buffer, work = posted
+            work.wait()
+            return buffer
+        return None if self._edge(schedule, action, -1) is None else local.pop(action)
 
     def _pass_on(
         self,

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import parallel.gradients as gradients_module
 from parallel.gradients import GradientReducer
-from parallel.mesh import Layout, Mesh
+from parallel.mesh import Axis, Layout, Mesh
 from parallel.sharding import Sharding
 
 RunRanks = Callable[..., list[Any]]
@@ -27,6 +27,7 @@ def parameter(sharding: Sharding, *shape: int, dtype: torch.dtype = torch.float3
 
 def test_buckets_hold_up_to_the_cap_from_last_to_first_one_axis_each() -> None:
     mesh = Mesh.create(Layout())
+    mesh.stage, mesh.edp = Axis("stage", (0, 1), 0), Axis("edp", (0, 2), 0)  # as if they had other ranks than dp_cp
     sizes = [(DENSE, 100), (REPLICATED, 7), (DENSE, 300), (EXPERT, 200), (DENSE, 50), (DENSE, 900), (DENSE, 60)]
     sizes += [(REPLICATED, 9), (EXPERT, 190), (DENSE, 101)]
     named = [(str(i), parameter(sharding, size, 1)) for i, (sharding, size) in enumerate(sizes)]
@@ -49,6 +50,8 @@ def test_buckets_hold_up_to_the_cap_from_last_to_first_one_axis_each() -> None:
             assert p.main_grad.untyped_storage().data_ptr() == bucket.buffer.untyped_storage().data_ptr()
             assert p.main_grad.shape == p.shape
     assert len(GradientReducer(named, mesh, bucket_cap_mb=25).buckets) == 3
+    # Axes of the same ranks need no messages of their own.
+    assert len(GradientReducer(named, Mesh.create(Layout()), bucket_cap_mb=25).buckets) == 1
     assert len(GradientReducer(named, mesh, bucket_cap_mb=0).buckets) == len(named)
 
 

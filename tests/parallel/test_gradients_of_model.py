@@ -163,7 +163,8 @@ def test_no_sync_and_all_reduce_by_hand_give_the_automatic_gradients(run_ranks: 
     for hand, auto in zip(manually, automatically, strict=True):
         assert {axis: hand.calls.get(axis, 0) for axis in REDUCING} == dict.fromkeys(REDUCING, 0)
         assert hand.calls.keys() == {"tp", "sequence"}
-        assert auto.calls["dp_cp"] == 1 and auto.calls["stage"] == 1 and auto.calls["edp"] == 1
+        # One message for the split parameters; one for experts and whole ones together, which have the same replicas.
+        assert auto.calls["dp_cp"] == 1 and auto.calls.get("stage", 0) + auto.calls.get("edp", 0) == 1
         assert {axis: auto.calls[axis] for axis in hand.calls} == hand.calls
         assert hand.norm == pytest.approx(auto.norm, rel=1e-6)
 

@@ -27,14 +27,14 @@ def run(job: Job, first: int, last: int, load: str | None, save: str | None) -> 
     mesh = Mesh.create(job.layout)
     config = job.model()
     engine = Engine(config, flags_of(job), mesh)
-    done = checkpoint.load(engine, Path(load)) if load else checkpoint.Progress(0, 0)
+    done = checkpoint.load(engine, Path(load)) if load else checkpoint.Position(0, 0)
     assert done.step == first and done.consumed_samples == first * job.global_batch
     losses = []
     for step in range(first, last):
         batches = microbatches_of_step(job, step, config.vocab_size, mesh.dp.rank, mesh.dp.size)
         losses.append(engine.train_step(batches, 1e-3))
     if save:
-        progress = checkpoint.Progress(last, last * job.global_batch)
+        progress = checkpoint.Position(last, last * job.global_batch)
         checkpoint.save(engine, Path(save), progress, "flags: none\n")
     state: dict[str, torch.Tensor] = dict(engine.optimizer.masters)
     for kind, moments in engine.optimizer.moments().items():
@@ -98,14 +98,16 @@ def test_an_interrupted_save_is_never_taken_for_a_checkpoint(tmp_path: Path) -> 
     job = Job(overrides=SMALL, length=16)
     engine = Engine(job.model(), flags_of(job), Mesh.create(ONE))
     engine.optimizer.prepare_moments(0)
-    complete = checkpoint.save(engine, tmp_path, checkpoint.Progress(7, 28), "")
+    complete = checkpoint.save(engine, tmp_path, checkpoint.Position(7, 28), "")
     assert checkpoint.newest(tmp_path) == complete
     (tmp_path / ".step_00000008.partial").mkdir()
     (tmp_path / "step_00000009").mkdir()  # no meta.json
     (tmp_path / "notes").mkdir()
     assert checkpoint.newest(tmp_path) == complete
     assert checkpoint.newest(tmp_path / "nowhere") is None
-    assert checkpoint.save(engine, tmp_path, checkpoint.Progress(8, 32), "") == checkpoint.newest(tmp_path)
+    (tmp_path / ".step_00000007.replaced" / "full").mkdir(parents=True)  # a save was killed between its renames
+    assert checkpoint.save(engine, tmp_path, checkpoint.Position(7, 28), "") == complete
+    assert checkpoint.save(engine, tmp_path, checkpoint.Position(8, 32), "") == checkpoint.newest(tmp_path)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -113,10 +115,11 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_c
     job = Job(overrides=SMALL, length=16)
     engine = Engine(job.model(), flags_of(job), Mesh.create(ONE))
     engine.optimizer.prepare_moments(0)
-    path = checkpoint.save(engine, tmp_path, checkpoint.Progress(1, 4), "")
+    path = checkpoint.save(engine, tmp_path, checkpoint.Position(1, 4), "")
     for changed, message in (
         (dataclasses.replace(job, overrides=SMALL | {"num_hidden_layers": 3}), "num_hidden_layers 4 there, 3 here"),
         (dataclasses.replace(job, flags={"optimizer": "sgd"}), "--optimizer adamw"),
+        (dataclasses.replace(job, flags={"global_batch_size": 2}), "--global-batch-size 8, this run has 2"),
     ):
         other = Engine(changed.model(), flags_of(changed), Mesh.create(ONE))
         before = {name: p.clone() for name, p in other.named_parameters()}

@@ -106,6 +106,17 @@ def test_overwrite_moves_the_earlier_run_aside_whole(arguments: Arguments) -> No
     assert any(str(old) in start.notes[0] for old in kept)
 
 
+def test_checkpoints_elsewhere_count_as_a_run_and_move_aside_with_it(arguments: Arguments, tmp_path: Path) -> None:
+    elsewhere = arguments.replace(save=str(tmp_path / "shared"))
+    (tmp_path / "shared" / "step_00000005").mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match="holds an earlier run"):
+        prepare(elsewhere)
+    start = prepare(elsewhere.replace(overwrite=True))
+    assert not start.resumed and not list((tmp_path / "shared").iterdir())
+    (kept,) = tmp_path.glob("shared.old-*")
+    assert (kept / "step_00000005").is_dir() and any(str(kept) in note for note in start.notes)
+
+
 def test_a_place_that_cant_be_written_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="can't be written.*choose another --run-dir"):
