@@ -6,7 +6,7 @@ Lives here: plain collectives, and the named autograd pairs of sequence-parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -118,13 +118,6 @@ def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
     if axis.group is not None:
         dist.barrier(group=axis.group)
-
-
-def connect(axes: Iterable[Axis]) -> None:
-    """Use each axis's communicator once, in this order on every rank: none is then set up in the middle of a step."""
-    for axis in axes:
-        if axis.group is not None:
-            dist.barrier(group=axis.group)
 
 
 def isend(x: torch.Tensor, axis: Axis, peer: int) -> Work:

@@ -1,6 +1,6 @@
 """Who sent how much: calls and bytes of every collective, by axis and operation.
 
-Lives here: counting only. Imports nothing of this project. `comm` writes, metrics and tests read.
+Lives here: counting only. Imports nothing of this project. `comm` writes, tests read.
 """
 
 from __future__ import annotations

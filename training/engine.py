@@ -16,7 +16,7 @@ from model.config import DeepSeekConfig
 from model.deepseek import ModelOptions, build_stages
 from model.microbatch import MicroBatch, set_denominators
 from model.moe import routers, update_router_bias
-from parallel.comm import all_reduce_, connect
+from parallel.comm import all_reduce_, barrier
 from parallel.gradients import GradientReducer
 from parallel.mesh import Mesh
 from parallel.pipeline.runtime import PipelineRuntime
@@ -77,7 +77,9 @@ class Engine:
         self.optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
         self.runtime = PipelineRuntime(mesh, self.stages, self.dtype)
         self.routers = routers(self.stages.values())
-        connect(mesh.collective_axes())
+        # Each communicator is used once, in one order on all ranks: none is then set up in the middle of a step.
+        for axis in mesh.collective_axes():
+            barrier(axis)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -59,7 +59,7 @@ def assert_same_curve(found: list[Curve], reference: list[Curve], optimizer: str
             for name in wanted:
                 assert losses[name] == pytest.approx(wanted[name], rel=bound), f"step {step + 1}, loss {name}"
             after_tie = any(step >= tied_step for tied_step, _ in tied)
-            norm_bound = 5e-4 if after_tie else 1e-4 if optimizer == "sgd" or step < 3 else 1e-3
+            norm_bound = 5e-4 if after_tie else 1e-4
             assert curve.norms[step] == pytest.approx(expected.norms[step], rel=norm_bound), f"norm of step {step + 1}"
 
 
