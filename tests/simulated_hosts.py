@@ -1,6 +1,7 @@
 """Hosts that are network namespaces of this machine, on one switch, with links of a chosen rate.
 
-For tests and benchmarks. Standard library only. Needs Linux, root and iproute2's `ip` and `tc`; `unavailable()` says what is missing.
+For tests and benchmarks. Standard library only. Needs Linux, root and iproute2's `ip` and `tc`; `unavailable()` says
+what is missing.
 """
 
 from __future__ import annotations
