@@ -10,18 +10,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_th: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_th: torch.Tensor, weight_tk: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(place_tk)
-        return x_th[order_r // place_tk.shape[1]]
+        return _copy_tokens(x_th, order_r, place_tk), weight_tk.flatten()[order_r]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         (place_tk,) = ctx.saved_tensors
-        return _sum_choices(grads[0], place_tk), None, None
+        return _sum_choices(grads[0], place_tk), grads[1][place_tk], None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -33,14 +36,16 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         order_r, place_tk = ctx.saved_tensors
-        return grads[0][order_r // place_tk.shape[1]], None, None
+        return _copy_tokens(grads[0], order_r, place_tk), None, None
+
+
+# Embedding lookups, since these gather whole rows: on a CPU seven times as fast as indexing, of [512, 256] in fp32.
+def _copy_tokens(x_th: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
+    return F.embedding(order_r // place_tk.shape[1], x_th)
 
 
 def _sum_choices(rows_rh: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
-    total_th = rows_rh[place_tk[:, 0]]
-    for choice in range(1, place_tk.shape[1]):
-        total_th += rows_rh[place_tk[:, choice]]
-    return total_th
+    return F.embedding_bag(place_tk, rows_rh, mode="sum")
 
 
 def expert_order(expert_tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,9 +60,14 @@ def expert_order(expert_tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return order_r, place_r.view(expert_tk.shape)
 
 
-def dispatch(x_th: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:
-    """Copy each token to its k rows, sorted by expert: [t, h] -> [r, h]. Gradient: the sum of a token's rows."""
-    return _Dispatch.apply(x_th, order_r, place_tk)
+def dispatch(
+    x_th: torch.Tensor, weight_tk: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy each token to its k rows, sorted by expert, with the row's weight: [t, h], [t, k] -> [r, h], [r].
+
+    Gradient: the sum of a token's rows, and the weights' own back in their places.
+    """
+    return _Dispatch.apply(x_th, weight_tk, order_r, place_tk)
 
 
 def combine(y_rh: torch.Tensor, order_r: torch.Tensor, place_tk: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from kernels.attention import attention
+from kernels.latent_heads import latent_heads
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
-from model.rotary import apply_rotary
 from parallel.comm import gather_sequence
 from parallel.mesh import Mesh
 from parallel.tensor import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, SequenceRMSNorm
@@ -30,8 +30,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.tp = mesh.tp
         self.heads = config.num_attention_heads // mesh.tp.size
-        self.nope, self.rope, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        self.q_rank, self.kv_rank = config.q_lora_rank, config.kv_lora_rank
+        self.q_rank, self.kv_rank, self.rope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
         self.scale = config.softmax_scale
         hidden, all_heads = config.hidden_size, config.num_attention_heads
         if self.q_rank is None:
@@ -42,42 +41,26 @@ class LatentAttention(nn.Module):
             self.q_b_proj = ColumnParallelLinear(self.q_rank, all_heads * config.qk_head_dim, mesh)
         self.kv_a_proj_with_mqa = ReplicatedLinear(hidden, self.kv_rank + self.rope)
         self.kv_a_layernorm = SequenceRMSNorm(self.kv_rank, eps=1e-6)
-        self.kv_b_proj = ColumnParallelLinear(self.kv_rank, all_heads * (self.nope + self.value), mesh)
-        self.o_proj = RowParallelLinear(all_heads * self.value, hidden, mesh)
+        self.kv_b_proj = ColumnParallelLinear(
+            self.kv_rank, all_heads * (config.qk_nope_head_dim + config.v_head_dim), mesh
+        )
+        self.o_proj = RowParallelLinear(all_heads * config.v_head_dim, hidden, mesh)
 
     def forward(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        q_sbnx, latent_sbc, k_pe_sbr = self._project(x_lbh)
-        assert batch.rotary is not None
-        cos, sin = batch.rotary
-
-        q_nope, q_pe = q_sbnx.split([self.nope, self.rope], dim=-1)
-        q_sbnx = torch.cat([q_nope, apply_rotary(q_pe, cos, sin)], dim=-1)
-        kv_sbnx = self.kv_b_proj(latent_sbc).unflatten(-1, (self.heads, self.nope + self.value))
-        k_nope, v_sbnv = kv_sbnx.split([self.nope, self.value], dim=-1)
-        k_pe_sbnr = apply_rotary(k_pe_sbr.unsqueeze(2), cos, sin).expand(-1, -1, self.heads, -1)
-        k_sbnx = torch.cat([k_nope, k_pe_sbnr], dim=-1)
-
-        return self.o_proj(self._attend(q_sbnx, k_sbnx, v_sbnv, batch.attention_mask))
+        q_sby, latent_sbc, k_pe_sbr = self._project(x_lbh)
+        assert batch.rotation is not None
+        q, k, v = latent_heads(q_sby, self.kv_b_proj(latent_sbc), k_pe_sbr, batch.rotation, self.heads)
+        return self.o_proj(attention(q, k, v, self.scale, batch.attention_mask))
 
     def _project(self, x_lbh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [s, b, n, d+r], the key-value latent [s, b, c], the shared rotary key [s, b, r]; not rotated yet."""
+        """Queries [s, b, n·(d+r)], the key-value latent [s, b, c], the shared rotary key [s, b, r]; not rotated yet."""
         kv_latent, k_pe = self.kv_a_proj_with_mqa(x_lbh).split([self.kv_rank, self.rope], dim=-1)
         kv_latent = self.kv_a_layernorm(kv_latent)
         from_q = x_lbh if self.q_rank is None else self.q_a_layernorm(self.q_a_proj(x_lbh))
         gathered = gather_sequence(torch.cat([from_q, kv_latent, k_pe], dim=-1), self.tp)
         from_q, kv_latent, k_pe = gathered.split([from_q.shape[-1], self.kv_rank, self.rope], dim=-1)
         queries = self.q_proj if self.q_rank is None else self.q_b_proj
-        return queries(from_q).unflatten(-1, (self.heads, self.nope + self.rope)), kv_latent, k_pe
-
-    def _attend(
-        self, q_sbnx: torch.Tensor, k_sbnx: torch.Tensor, v_sbnv: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Causal attention, or within `mask` (bool, True: attend): [s, b, n, …] -> [s, b, n·v]."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbnx, k_sbnx, v_sbnv))
-        # Flash kernels want one width: zero columns of v cost less than the slow path (1.3x in fp32 at 192/128).
-        v = F.pad(v, (0, q.shape[-1] - self.value)) if self.value < q.shape[-1] else v
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
-        return out[..., : self.value].permute(2, 0, 1, 3).flatten(-2)
+        return queries(from_q), kv_latent, k_pe
 
 
 def document_mask(documents_bs: torch.Tensor) -> torch.Tensor:

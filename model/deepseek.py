@@ -19,7 +19,7 @@ from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
 from model.mlp import DenseMLP
 from model.moe import MoE
-from model.rotary import rotary_cos_sin, rotary_frequencies
+from model.rotary import rotary_frequencies, rotation
 from parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from parallel.mesh import Mesh
 from parallel.pipeline.placement import split_layers
@@ -132,8 +132,8 @@ class DeepSeekStage(nn.Module):
 
     def hidden(self, x_lbh: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Through the blocks of this stage: [s/tp, b, h]."""
-        if batch.rotary is None:
-            batch.rotary = rotary_cos_sin(batch.positions, self.inv_freq, self.rotary_factor)
+        if batch.rotation is None:
+            batch.rotation = rotation(batch.positions, self.inv_freq, self.rotary_factor)
             if batch.documents is not None:
                 batch.attention_mask = document_mask(batch.documents)
         if x_lbh is None:

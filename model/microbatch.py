@@ -52,7 +52,7 @@ class MicroBatch:
     positions: torch.Tensor
     documents: torch.Tensor | None = None
     denominators: Denominators | None = None
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    rotation: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
     routing: dict[int, Routing] = field(default_factory=dict)
     losses: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -1,23 +1,17 @@
 """SwiGLU feed-forward layers: tensor-parallel for dense blocks, whole on every tp rank for shared experts.
 
-Lives here: two small modules and their activation. May import `parallel`. Source: 2002.05202.
+Lives here: two small modules. May import `kernels` and `parallel`. Source: 2002.05202.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from kernels.swiglu import swiglu
 from parallel.comm import gather_sequence
 from parallel.mesh import Mesh
 from parallel.tensor import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-
-
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, where the last dimension holds gate, then up: [..., 2i] -> [..., i]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 class DenseMLP(nn.Module):

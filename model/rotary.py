@@ -51,23 +51,11 @@ def yarn_range(yarn: YarnScaling, width: int, theta: float) -> tuple[float, floa
     return low, high if high != low else high + 0.001  # a step instead of a ramp, as in the reference
 
 
-def rotary_cos_sin(positions_bs: Tensor, inv_freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, times `factor`: two fp32 tensors [s, b, 1, r/2].
+def rotation(positions_bs: Tensor, inv_freq: Tensor, factor: float) -> Tensor:
+    """factor · e^(iφ) of every position's angles φ: complex64 [s, b, 1, r/2], for `kernels.latent_heads`.
 
     `positions_bs` is int64 [b, s] and may differ from sample to sample (documents that restart at 0);
     `inv_freq` is fp32 [r/2]. Angles are computed in fp32, like the reference's.
     """
     angles_sb1h = (positions_bs.t().unsqueeze(-1).float() * inv_freq.to(positions_bs.device)).unsqueeze(2)
-    return angles_sb1h.cos() * factor, angles_sb1h.sin() * factor
-
-
-def apply_rotary(x_sbnr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair (2i, 2i+1) of the last dimension by its angle; the order of the values stays.
-
-    `x_sbnr` [s, b, n, r] of any float dtype, `cos` and `sin` fp32 [s, b, 1, r/2]. Computed in fp32, returned
-    contiguous in the dtype of `x_sbnr`.
-    """
-    # One complex product reads and writes every value once: forward and backward of [512, 2, 16, 64] in fp32 took
-    # 4.6 ms on one CPU core, against 37 ms over strided even and odd halves and 27 ms with flipped pairs.
-    pairs = torch.view_as_complex(x_sbnr.float().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x_sbnr.dtype)
+    return torch.complex(angles_sb1h.cos() * factor, angles_sb1h.sin() * factor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from parallel.comm import Work, all_reduce_
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of, valid_part
+from parallel.weight_gradient import adds_its_gradient
 
 _NORM_ROW = 4096
 """Values summed in fp32 before fp64 takes over: a sum over 8 million in fp32 was off by 8e-5, rows of 4096 by 1e-8."""
@@ -81,7 +83,11 @@ class GradientReducer:
             (p, mesh.copies(sharding_of(p).pipeline_ranks)) for _, p in self.named if sharding_of(p).pipeline_ranks
         ]
         self._sync = True
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in self.named]
+        for _, parameter in self.named:
+            if adds_its_gradient(parameter):  # autograd's hook would fire too, without a gradient
+                parameter.main_grad_added = partial(self._on_added, parameter)  # type: ignore[attr-defined]
+            else:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
         self.zero()
 
     @property
@@ -174,6 +180,10 @@ class GradientReducer:
             assert parameter.grad is not None
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
             parameter.grad = None
+        self._on_added(parameter)
+
+    def _on_added(self, parameter: nn.Parameter) -> None:
+        """The parameter's gradient of this micro-batch is in its main gradient: by the hook, or by its layer."""
         if not self._sync or not self.overlap:
             return
         self._bucket_of[parameter].missing.discard(parameter)

@@ -1,8 +1,8 @@
 """Tensor- and sequence-parallel layers: column, row and replicated linears, vocabulary-parallel embedding and head.
 
-Lives here: layers that own a split parameter and say how it is split. Imports `parallel` only. Follows Megatron-LM
-(1909.08053) and its sequence parallelism (2205.05198). Shapes: s sequence, b batch, h hidden; `_l` marks a tp-local
-size. Activations are sequence first, [s, b, h], so that collectives over the sequence move contiguous blocks.
+Lives here: layers that own a split parameter and say how it is split. Imports `kernels` and `parallel`. Follows
+Megatron-LM (1909.08053) and its sequence parallelism (2205.05198). Shapes: s sequence, b batch, h hidden; `_l` marks a
+tp-local size. Activations are sequence first, [s, b, h], so that collectives over the sequence move contiguous blocks.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kernels.rms_norm import rms_norm
 from parallel.comm import gather_sequence, scatter_sequence_sum
 from parallel.mesh import Mesh
 from parallel.sharding import Sharding, shard_slice
+from parallel.weight_gradient import add_own_gradient, linear
 
 
 def _parameter(shape: tuple[int, ...], sharding: Sharding) -> nn.Parameter:
@@ -41,10 +43,11 @@ class ColumnParallelLinear(nn.Module):
         local = _divide(out_features, mesh, "output features")
         shape = (stacked, local, in_features) if stacked else (local, in_features)
         split_dim = 1 if stacked else 0
-        self.weight = _parameter(shape, Sharding(split_dim=split_dim, axis="tp", full_size=out_features))
+        sharding = Sharding(split_dim=split_dim, axis="tp", full_size=out_features)
+        self.weight = add_own_gradient(_parameter(shape, sharding))
 
     def forward(self, x_sbh: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_sbh, self.weight.flatten(0, -2))
+        return linear(x_sbh, self.weight)
 
 
 class RowParallelLinear(nn.Module):
@@ -54,10 +57,11 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp = mesh.tp
         local = _divide(in_features, mesh, "input features")
-        self.weight = _parameter((out_features, local), Sharding(split_dim=1, axis="tp", full_size=in_features))
+        sharding = Sharding(split_dim=1, axis="tp", full_size=in_features)
+        self.weight = add_own_gradient(_parameter((out_features, local), sharding))
 
     def forward(self, x_sbi: torch.Tensor) -> torch.Tensor:
-        return scatter_sequence_sum(F.linear(x_sbi, self.weight), self.tp)
+        return scatter_sequence_sum(linear(x_sbi, self.weight), self.tp)
 
 
 class ReplicatedLinear(nn.Module):
@@ -69,10 +73,10 @@ class ReplicatedLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, stacked: int = 0):
         super().__init__()
         shape = (stacked, out_features, in_features) if stacked else (out_features, in_features)
-        self.weight = _parameter(shape, Sharding(sequence_fed=True))
+        self.weight = add_own_gradient(_parameter(shape, Sharding(sequence_fed=True)))
 
     def forward(self, x_sbh: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_sbh, self.weight.flatten(0, -2))
+        return linear(x_sbh, self.weight)
 
 
 class SequenceRMSNorm(nn.Module):
@@ -84,7 +88,7 @@ class SequenceRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class VocabularyParallelEmbedding(nn.Module):

@@ -32,20 +32,21 @@ def test_rows_are_sorted_by_expert_and_each_choice_knows_its_row(t: int, k: int,
 def test_there_and_back_equals_index_add(t: int, k: int, e: int, h: int, dtype: torch.dtype) -> None:
     order, place = expert_order(choose(t, k, e))
     inputs = (torch.randn(t, h).to(dtype), torch.randn(t * k, h).to(dtype), torch.randn(t, k).to(dtype))
-    grads = torch.randn(t * k, h).to(dtype), torch.randn(t, h).to(dtype)
+    grads = torch.randn(t * k, h).to(dtype), torch.randn(t, h).to(dtype), torch.randn(t * k).to(dtype)
 
     x, factor, weight = (i.clone().requires_grad_() for i in inputs)
-    rows = dispatch(x, order, place)
+    rows, row_weight = dispatch(x, weight, order, place)
     rows_before = rows.detach().clone()
-    mixed = combine(rows * factor * weight.flatten()[order, None], order, place)
-    torch.autograd.backward([rows, mixed], [g.clone() for g in grads])
+    mixed = combine(rows * factor * row_weight.unsqueeze(-1), order, place)
+    torch.autograd.backward([rows, mixed, row_weight], [g.clone() for g in grads])
 
     x_ref, factor_ref, weight_ref = (i.double().requires_grad_() for i in inputs)
     token = order // k
     rows_ref = x_ref.index_select(0, token)
-    weighted = rows_ref * factor_ref * weight_ref.flatten()[order, None]
+    row_weight_ref = weight_ref.flatten()[order]
+    weighted = rows_ref * factor_ref * row_weight_ref.unsqueeze(-1)
     mixed_ref = torch.zeros(t, h, dtype=torch.float64).index_add(0, token, weighted)
-    torch.autograd.backward([rows_ref, mixed_ref], [g.double() for g in grads])
+    torch.autograd.backward([rows_ref, mixed_ref, row_weight_ref], [g.double() for g in grads])
 
     bound = 1e-12 if dtype == torch.float64 else 3e-2
     pairs = {
@@ -64,7 +65,8 @@ def test_gradients_pass_a_numerical_check() -> None:
     order, place = expert_order(choose(5, 3, 4))
     x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
     y = torch.randn(15, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: dispatch(x, order, place), x)
+    w = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: dispatch(x, w, order, place), (x, w))
     assert torch.autograd.gradcheck(lambda y: combine(y, order, place), y)
 
 
@@ -78,7 +80,7 @@ def test_the_same_input_gives_the_same_bits_whatever_the_other_tokens_chose() ->
         order, place = expert_order(expert)
         mixed = combine(values.flatten(0, 1)[order], order, place)
         x = torch.zeros(t, h, requires_grad=True)
-        dispatch(x, order, place).backward(values.flatten(0, 1)[order])
+        dispatch(x, torch.zeros(t, k), order, place)[0].backward(values.flatten(0, 1)[order])
         assert x.grad is not None
         return mixed, x.grad
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.latent_heads import rotate
 from model.config import DeepSeekConfig, YarnScaling
-from model.rotary import apply_rotary, rotary_cos_sin, rotary_frequencies, yarn_range
+from model.rotary import rotary_frequencies, rotation, yarn_range
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -53,9 +54,9 @@ def test_attention_factor_scales_cos_and_sin_where_mscales_differ() -> None:
     yarn = YarnScaling(factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.0)
     _, factor = rotary_frequencies(dataclasses.replace(load("deepseek_v3"), rope_scaling=yarn))
     assert factor == pytest.approx(0.1 * math.log(40) + 1)
-    cos, sin = rotary_cos_sin(torch.tensor([[0, 7]]), torch.tensor([0.3]), factor)
-    torch.testing.assert_close(cos.flatten(), factor * torch.tensor([1.0, math.cos(2.1)]))
-    torch.testing.assert_close(sin.flatten(), factor * torch.tensor([0.0, math.sin(2.1)]))
+    turn = rotation(torch.tensor([[0, 7]]), torch.tensor([0.3]), factor).flatten()
+    torch.testing.assert_close(turn.real, factor * torch.tensor([1.0, math.cos(2.1)]))
+    torch.testing.assert_close(turn.imag, factor * torch.tensor([0.0, math.sin(2.1)]))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)])
@@ -64,7 +65,7 @@ def test_rotation_equals_complex_numbers_with_positions_of_each_sample(dtype: to
     x = torch.randn(s, b, n, r).to(dtype)
     positions = torch.tensor([[0, 1, 2, 0, 1], [3, 4, 0, 1, 2]])
     inv_freq = torch.tensor([1.0, 0.1, 0.01])
-    out = apply_rotary(x, *rotary_cos_sin(positions, inv_freq, 1.5))
+    out = rotate(x, rotation(positions, inv_freq, 1.5))
     assert out.dtype == dtype and out.shape == x.shape and out.is_contiguous()
     for t in range(s):
         for sample in range(b):
@@ -82,8 +83,7 @@ def test_scores_depend_on_the_distance_only() -> None:
 
     def score(q_position: int, k_position: int) -> float:
         turned = [
-            apply_rotary(x, *rotary_cos_sin(torch.tensor([[p]]), inv_freq, factor))
-            for x, p in ((q, q_position), (k, k_position))
+            rotate(x, rotation(torch.tensor([[p]]), inv_freq, factor)) for x, p in ((q, q_position), (k, k_position))
         ]
         return (turned[0] * turned[1]).sum().item()
 
@@ -93,17 +93,17 @@ def test_scores_depend_on_the_distance_only() -> None:
 
 def test_gradient_turns_back() -> None:
     x = torch.randn(4, 2, 3, 8, dtype=torch.float32, requires_grad=True)
-    cos, sin = rotary_cos_sin(torch.randint(0, 99, (2, 4)), torch.rand(4), 1.0)
+    turn = rotation(torch.randint(0, 99, (2, 4)), torch.rand(4), 1.0)
     grad = torch.randn(4, 2, 3, 8)
-    apply_rotary(x, cos, sin).backward(grad)
+    rotate(x, turn).backward(grad)
     assert x.grad is not None
-    torch.testing.assert_close(x.grad, apply_rotary(grad, cos, -sin))
+    torch.testing.assert_close(x.grad, rotate(grad, turn.conj()))
 
 
 def test_takes_a_slice_of_wider_heads_at_an_odd_offset() -> None:
     wide = torch.randn(3, 2, 2, 11)
-    cos, sin = rotary_cos_sin(torch.randint(0, 99, (2, 3)), torch.rand(3), 1.0)
-    assert torch.equal(apply_rotary(wide[..., 5:], cos, sin), apply_rotary(wide[..., 5:].clone(), cos, sin))
+    turn = rotation(torch.randint(0, 99, (2, 3)), torch.rand(3), 1.0)
+    assert torch.equal(rotate(wide[..., 5:], turn), rotate(wide[..., 5:].clone(), turn))
 
 
 @pytest.mark.parametrize("model_class", ["DeepseekV2", "DeepseekV3"])
@@ -119,9 +119,9 @@ def test_angles_equal_transformers_also_beyond_the_original_context(model_class:
     positions = torch.tensor([[0, 1, 17, 511, 513, 1025, last - 1, last]])
     reference = getattr(module, f"{model_class}RotaryEmbedding")(theirs)(torch.zeros(1), positions)
     inv_freq, factor = rotary_frequencies(config)
-    cos, sin = rotary_cos_sin(positions, inv_freq, factor)
+    turn = rotation(positions, inv_freq, factor)[:, 0, 0]
     if model_class == "DeepseekV3":
         half = config.qk_rope_head_dim // 2
         reference = torch.complex(reference[0][..., :half], reference[1][..., :half])
-    torch.testing.assert_close(reference[0].real, cos[:, 0, 0], atol=1e-6, rtol=0)
-    torch.testing.assert_close(reference[0].imag, sin[:, 0, 0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(reference[0].real, turn.real, atol=1e-6, rtol=0)
+    torch.testing.assert_close(reference[0].imag, turn.imag, atol=1e-6, rtol=0)

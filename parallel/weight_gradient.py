@@ -1,0 +1,103 @@
+"""Products with a weight whose gradient is added to `parameter.main_grad` as it is computed.
+
+Lives here: the linear and the grouped linear that layers use for weights that a forward pass uses once. Imports
+`kernels` only. With a gradient reducer, which sets `main_grad` (fp32), no gradient tensor is made and added afterwards:
+in fp32 the product itself accumulates, as Megatron-LM's fused weight gradient does. Without one they are ordinary
+differentiable products. Shapes: n rows, i inputs, o outputs, g groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kernels.grouped_matmul import grouped_product, grouped_weight_gradient
+
+
+def adds_its_gradient(weight: nn.Parameter) -> bool:
+    """Whether a layer has promised, by `add_own_gradient`, to use this weight through this file's products only."""
+    return getattr(weight, "_adds_its_gradient", False)
+
+
+def add_own_gradient(weight: nn.Parameter) -> nn.Parameter:
+    """Mark a weight that its layer uses once in a forward pass, by this file's products; returns it.
+
+    The gradient reducer then waits for word from here instead of autograd's.
+    """
+    weight._adds_its_gradient = True  # type: ignore[attr-defined]
+    return weight
+
+
+def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """y = x Wᵀ: [..., i] -> [..., o]; weight [o, i], or a stack [m, o, i] whose outputs follow one another."""
+    return _Linear.apply(x, weight)
+
+
+def grouped_linear(x_ni: torch.Tensor, weight: nn.Parameter, ends_g: torch.Tensor) -> torch.Tensor:
+    """Each row times the matrix of its group: [n, i] x [g, o, i] -> [n, o]; ends_g int32: each group's end."""
+    return _GroupedLinear.apply(x_ni.contiguous(), weight, ends_g)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.flatten(0, -2))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        weight_oi, grad_no = weight.flatten(0, -2), grads[0].flatten(0, -2)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_no @ weight_oi).view_as(x)
+        if ctx.needs_input_grad[1]:
+            x_ni = x.flatten(0, -2)
+
+            def gradient(total_oi: torch.Tensor | None) -> torch.Tensor:
+                if total_oi is None:
+                    return (grad_no.t() @ x_ni).view(weight.shape)
+                return total_oi.view(weight_oi.shape).addmm_(grad_no.t(), x_ni)
+
+            grad_weight = _add(weight, gradient)
+        return grad_x, grad_weight
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ni: torch.Tensor, weight: nn.Parameter, ends_g: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_ni, weight, ends_g)
+        return grouped_product(x_ni, weight.transpose(-2, -1), ends_g)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x_ni, weight, ends_g = ctx.saved_tensors
+        grad_no = grads[0].contiguous()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grouped_product(grad_no, weight, ends_g)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _add(weight, lambda total: grouped_weight_gradient(grad_no, x_ni, ends_g, total))
+        return grad_x, grad_weight, None
+
+
+def _add(weight: nn.Parameter, gradient: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor | None:
+    """Add a gradient to the weight's main gradient and return None, or return it where there is no reducer.
+
+    gradient(total): adds to `total` in place; for None returns the gradient itself.
+    """
+    total = getattr(weight, "main_grad", None)
+    if total is None or not adds_its_gradient(weight):
+        return gradient(None)
+    if weight.dtype == total.dtype:
+        gradient(total)
+    else:
+        total.add_(gradient(None))
+    weight.main_grad_added()  # type: ignore[attr-defined]
+    return None

@@ -1,0 +1,61 @@
+"""Linears that add their weight's gradient to `main_grad`: the same numbers as autograd's, and the reducer is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kernels.grouped_matmul import grouped_matmul_reference
+from parallel.gradients import GradientReducer
+from parallel.mesh import Layout, Mesh
+from parallel.sharding import Sharding
+from parallel.weight_gradient import add_own_gradient, grouped_linear, linear
+
+
+def owned(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    parameter = nn.Parameter(torch.randn(shape).to(dtype))
+    parameter.sharding = Sharding()  # type: ignore[attr-defined]
+    return add_own_gradient(parameter)
+
+
+@pytest.mark.parametrize("shape", [(9, 5), (2, 9, 5)], ids=str)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=str)
+def test_micro_batches_add_up_in_the_main_gradient(shape: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
+    weight = owned(*shape, dtype=dtype)
+    plain = weight.detach().float().flatten(0, -2).requires_grad_()
+    reducer = GradientReducer([("weight", weight)], Mesh.create(Layout()))
+    for _ in range(3):
+        x = torch.randn(7, 2, 5).to(dtype).requires_grad_()
+        grad = torch.randn(7, 2, plain.shape[0]).to(dtype)
+        linear(x, weight).backward(grad)
+        x_plain = x.detach().float().requires_grad_()
+        (x_plain @ plain.t()).backward(grad.float())
+        assert x.grad is not None and x_plain.grad is not None
+        assert (x.grad.float() - x_plain.grad).norm() <= bound * x_plain.grad.norm()
+    reducer.finish()
+    assert plain.grad is not None
+    found = weight.main_grad.flatten(0, -2)  # type: ignore[attr-defined]
+    assert (found - plain.grad).norm() <= bound * plain.grad.norm()
+
+
+def test_without_a_reducer_gradients_are_autograds() -> None:
+    weight, x = nn.Parameter(torch.randn(3, 4, dtype=torch.float64)), torch.randn(6, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(linear, (x.requires_grad_(), weight))
+    stack, ends = nn.Parameter(torch.randn(3, 5, 4, dtype=torch.float64)), torch.tensor([2, 2, 6], dtype=torch.int32)
+    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, ends), (x, stack))
+
+
+def test_grouped_weights_add_up_too_and_frozen_ones_get_nothing() -> None:
+    stack, frozen = owned(3, 5, 4), owned(3, 4, 5)
+    frozen.requires_grad_(False)
+    reducer = GradientReducer([("stack", stack)], Mesh.create(Layout()))
+    plain = stack.detach().clone().requires_grad_()
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    for _ in range(2):
+        x, grad = torch.randn(6, 4), torch.randn(6, 4)
+        grouped_linear(grouped_linear(x, stack, ends), frozen, ends).backward(grad)
+        grouped_matmul_reference(grouped_matmul_reference(x, plain, ends), frozen, ends).backward(grad)
+    reducer.finish()
+    torch.testing.assert_close(stack.main_grad, plain.grad)  # type: ignore[attr-defined]
+    assert frozen.grad is None
