@@ -7,6 +7,7 @@ Lives here: plain collectives, and the named autograd pairs of sequence-parallel
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class Work(Protocol):
     """What an asynchronous operation returns: `wait()` blocks until its tensor may be read (for a send: changed)."""
 
-    def wait(self) -> Any: ...
+    def wait(self, timeout: timedelta = ...) -> Any: ...
 
     def is_completed(self) -> bool: ...
 
@@ -118,6 +119,30 @@ def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
     if axis.group is not None:
         dist.barrier(group=axis.group)
+
+
+def waits_on_host(axis: Axis) -> bool:
+    """Whether `Work.wait` blocks this process (gloo) rather than the device's stream (NCCL)."""
+    return axis.group is not None and dist.get_backend(axis.group) == "gloo"
+
+
+def wait_for(work: Work, seconds: float) -> bool:
+    """Wait at most `seconds` for a collective of gloo; False: it isn't done, and may be waited for again.
+
+    Raises what the collective raised.
+    """
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it failed, and says so again; or it ended just now
+    return True
+
+
+def job_store(world: Axis) -> dist.Store | None:
+    """The key-value store that the job's ranks met at; None on one rank."""
+    return None if world.group is None else world.group.get_group_store()
 
 
 def isend(x: torch.Tensor, axis: Axis, peer: int) -> Work:

@@ -6,6 +6,7 @@ already divided by the global batch's token count. Buckets in reverse parameter 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from torch import nn
 from parallel.comm import Work, all_reduce_
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of, valid_part
+from parallel.sync_watch import SyncWatch
 
 _NORM_ROW = 4096
 """Values summed in fp32 before fp64 takes over: a sum over 8 million in fp32 was off by 8e-5, rows of 4096 by 1e-8."""
@@ -48,11 +50,37 @@ class Bucket:
         self.launched = True
         self.work = all_reduce_(self.buffer, self.axis, async_op=True)
 
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
+    def rearm(self) -> None:
+        """Ready for the next step."""
         self.work, self.launched = None, False
         self.missing = set(self.parameters)
+
+
+class _ExposedTime:
+    """How long the waits of a step's reduction held up the computation: the host on a CPU, the stream on a GPU."""
+
+    def __init__(self, device: torch.device):
+        self._seconds = self._started = 0.0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._pending = False
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+        if self._events:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._started
+        if self._events:
+            self._events[1].record()
+            self._pending = True
+
+    def seconds(self) -> float:
+        """Of the last step. Waits for the GPU to have come this far."""
+        if self._pending:
+            self._events[1].synchronize()
+            self._seconds, self._pending = self._events[0].elapsed_time(self._events[1]) / 1e3, False
+        return self._seconds
 
 
 class GradientReducer:
@@ -62,7 +90,9 @@ class GradientReducer:
     as its last gradient of the step is there, else all in `finish`. An fp32 parameter's `.grad` is the main gradient
     itself; a lower-precision one's is added to it after every backward and dropped.
 
-    One step: backward of all micro-batches but the last inside `no_sync()`, the last outside, then `finish()`.
+    One step: backward of all micro-batches but the last inside `no_sync()`, the last outside, then `finish()`. Ranks
+    may take different numbers of micro-batches; all must call `finish()`. patience: seconds after which waiting ranks
+    name those that stay in `no_sync()` instead (see `SyncWatch`).
     """
 
     def __init__(
@@ -71,15 +101,19 @@ class GradientReducer:
         mesh: Mesh,
         bucket_cap_mb: float = 25.0,
         overlap: bool = True,
+        patience: float = 60.0,
     ):
         self.mesh = mesh
         self.overlap = overlap
         self.named = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.buckets = self._fill_buckets(bucket_cap_mb)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self._next = 0  # the first bucket that isn't launched
         self._copies = [
             (p, mesh.copies(sharding_of(p).pipeline_ranks)) for _, p in self.named if sharding_of(p).pipeline_ranks
         ]
+        self._watch = SyncWatch(mesh, patience)
+        self._exposed = _ExposedTime(mesh.device)
         self._sync = True
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in self.named]
         self.zero()
@@ -103,6 +137,7 @@ class GradientReducer:
         Whoever reduces by hand sums `parameter.main_grad` over `sharding_of(parameter).gradient_axis(mesh)` afterwards
         (and over `mesh.copies(...)` where the annotation names copies), instead of calling `finish()`.
         """
+        self._watch.enter_no_sync()
         before, self._sync = self._sync, False
         try:
             yield
@@ -110,14 +145,29 @@ class GradientReducer:
             self._sync = before
 
     def finish(self) -> None:
-        """Sum what isn't summed yet, wait for all of it, then sum copies over their pipeline ranks. Collective."""
+        """Sum what isn't summed yet, wait for all of it, then sum copies over their pipeline ranks. Collective.
+
+        Raises RuntimeError, naming them, where ranks stay in `no_sync()` beyond the patience.
+        """
+        for bucket in self.buckets[self._next :]:
+            bucket.launch()
+        self._exposed.start()
+        self._watch.wait([(bucket.work, bucket.axis) for bucket in self.buckets])
+        copies = [(all_reduce_(p.main_grad, axis, async_op=True), axis) for p, axis in self._copies]  # type: ignore[attr-defined]
+        self._watch.wait(copies)
+        self._exposed.stop()
+        self._watch.end_step()
         for bucket in self.buckets:
-            if not bucket.launched:
-                bucket.launch()
-        for bucket in self.buckets:
-            bucket.wait()
-        for parameter, axis in self._copies:
-            all_reduce_(parameter.main_grad, axis)  # type: ignore[attr-defined]
+            bucket.rearm()
+        self._next = 0
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What the last step's reduction held the computation up for: time in `finish` that overlap didn't hide.
+
+        Includes waiting for ranks that compute longer. On a GPU it waits until the device is that far.
+        """
+        return self._exposed.seconds()
 
     def norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradient, the same fp32 scalar on every rank. Call after `finish`. Collective.
@@ -170,16 +220,23 @@ class GradientReducer:
         return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
+        bucket = self._bucket_of[parameter]
+        if bucket.launched:
+            raise RuntimeError(
+                f"a gradient of {self._name(parameter)} arrived while its bucket is being reduced: backward of all "
+                "micro-batches but the last belongs inside no_sync()"
+            )
         if parameter.dtype != torch.float32:
             assert parameter.grad is not None
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
             parameter.grad = None
         if not self._sync or not self.overlap:
             return
-        self._bucket_of[parameter].missing.discard(parameter)
+        bucket.missing.discard(parameter)
         # Every replica must launch in the same order, so a bucket waits for those before it even when it is ready.
-        for bucket in self.buckets:
-            if not bucket.launched:
-                if bucket.missing:
-                    break
-                bucket.launch()
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            self.buckets[self._next].launch()
+            self._next += 1
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return next(name for name, p in self.named if p is parameter)

@@ -73,6 +73,8 @@ class Engine:
             mesh,
             arguments.distributed.bucket_cap_mb,
             arguments.distributed.overlap_grad_reduce,
+            # The runtime never leaves a rank in no_sync: only just before the group's timeout is a late rank a fault.
+            patience=0.9 * 60 * arguments.distributed.distributed_timeout_minutes,
         )
         self.optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
         self.runtime = PipelineRuntime(mesh, self.stages, self.dtype)
