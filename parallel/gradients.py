@@ -6,8 +6,9 @@ already divided by the global batch's token count. Buckets in reverse parameter 
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +29,25 @@ def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     body = flat.numel() // _NORM_ROW * _NORM_ROW
     rows = torch.linalg.vector_norm(flat[:body].view(-1, _NORM_ROW), dim=1).double()
     return rows.square().sum() + torch.linalg.vector_norm(flat[body:]).double().square()
+
+
+def cut(sizes: Sequence[int], cap: float) -> list[tuple[int, int]]:
+    """(start, stop) of consecutive buckets over sizes: each is full, as DDP's is, once it holds `cap`.
+
+    Where there is more than one bucket, the end, which backward completes last, becomes one that is full at cap / 4:
+    nothing is left to compute while the last bucket travels.
+    """
+    tail, left = len(sizes), cap / 4 if sum(sizes) > cap else 0.0
+    while left > 0 and tail > 0:
+        tail -= 1
+        left -= sizes[tail]
+    bounds, held = [0], 0
+    for i, size in enumerate(sizes[:tail], start=1):
+        held += size
+        if held >= cap:
+            bounds.append(i)
+            held = 0
+    return list(itertools.pairwise(dict.fromkeys([*bounds, tail, len(sizes)])))
 
 
 class Bucket:
@@ -192,31 +212,29 @@ class GradientReducer:
         """Scale the gradient to at most `max_norm` (0: leave it) and return the norm before. Collective."""
         norm = self.norm()
         if max_norm > 0:
-            self.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            # A pass over all gradients for nothing, unless asking would make the host wait for a GPU.
+            if factor.is_cuda or factor != 1:
+                self.scale(factor)
         return norm
 
     def _fill_buckets(self, cap_mb: float) -> list[Bucket]:
-        """Parameters from last to first, per reduction axis, in buckets of up to `cap_mb` (a bigger one stands alone).
+        """Parameters from last to first, per reduction axis, cut into buckets (see `cut`).
 
         Buckets come in the order in which backward completes them: since each waits for those before it (see
         `_on_gradient`), another order would hold complete ones back.
         """
-        cap = cap_mb * 2**20 / 4
-        filling: dict[tuple[int, ...], list[nn.Parameter]] = {}  # by ranks: axes of the same ranks share buckets
-        axes: dict[tuple[int, ...], Axis] = {}
-        buckets = []
         backward_order = [parameter for _, parameter in reversed(self.named)]
+        axes: dict[tuple[int, ...], tuple[Axis, list[nn.Parameter]]] = {}  # axes of the same ranks share buckets
         for parameter in backward_order:
             axis = sharding_of(parameter).gradient_axis(self.mesh)
-            axis = axes.setdefault(axis.ranks, axis)
-            waiting = filling.setdefault(axis.ranks, [])
-            if waiting and sum(p.numel() for p in waiting) + parameter.numel() > cap:
-                buckets.append(Bucket(axis, waiting))
-                waiting = filling[axis.ranks] = []
-            waiting.append(parameter)
-        for ranks, waiting in filling.items():
-            buckets.append(Bucket(axes[ranks], waiting))
+            axes.setdefault(axis.ranks, (axis, []))[1].append(parameter)
         place = {parameter: i for i, parameter in enumerate(backward_order)}
+        buckets = [
+            Bucket(axis, parameters[start:stop])
+            for axis, parameters in axes.values()
+            for start, stop in cut([p.numel() for p in parameters], cap_mb * 2**20 / 4)
+        ]
         return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
