@@ -142,6 +142,16 @@ class GradientReducer:
     def parameters(self) -> list[nn.Parameter]:
         return [p for _, p in self.named]
 
+    @property
+    def message_bytes(self) -> int:
+        """Of all messages of one step together, copies on other pipeline ranks aside."""
+        return sum(4 * bucket.buffer.numel() for bucket in self.buckets if bucket.axis.size > 1)
+
+    @property
+    def messages(self) -> int:
+        """How many all-reduces one step takes on this rank, copies on other pipeline ranks aside."""
+        return sum(bucket.axis.size > 1 for bucket in self.buckets)
+
     def zero(self) -> None:
         """Start a step: all main gradients 0."""
         for bucket in self.buckets:

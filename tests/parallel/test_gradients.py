@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import parallel.gradients as gradients_module
+from parallel.comm import barrier
 from parallel.gradients import GradientReducer, cut
 from parallel.mesh import Axis, Layout, Mesh
 from parallel.sharding import Sharding
@@ -218,3 +220,21 @@ def test_sums_equal_ddp_with_and_without_overlap_also_where_a_rank_has_no_gradie
             assert with_overlap[1] == (order[:1] if late else order), (rank, name)
         for ours, theirs in zip(found["whole", True][0], found["ddp"], strict=True):
             assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+def exposed(seed: int) -> tuple[float, float]:
+    """Rank 1 comes to `finish` a second late, then both come at once."""
+    mesh = Mesh.create(Layout())
+    reducer = GradientReducer(Toy(seed).named_parameters(), mesh)
+    barrier(mesh.world)
+    time.sleep(mesh.rank)
+    reducer.finish()
+    late = reducer.exposed_seconds
+    barrier(mesh.world)
+    reducer.finish()
+    return late, reducer.exposed_seconds
+
+
+def test_exposed_time_is_that_of_the_last_steps_waiting(run_ranks: RunRanks, seed: int) -> None:
+    (waited, then), (came_late, _) = run_ranks(2, exposed, seed)
+    assert waited > 0.5 and came_late < waited and 0 < then < waited
