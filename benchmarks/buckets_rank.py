@@ -63,7 +63,7 @@ class Steps:
         for cap in options["bucket_mb"]:
             stage = self._stage()
             self.gradient_bytes = 4 * sum(p.numel() for p in stage.parameters())
-            reducer = GradientReducer(stage.named_parameters(), mesh, cap)
+            reducer = GradientReducer(stage.parameters_in_forward_order(), mesh, cap)
             for overlap in (True, False):
                 name = f"ours, {cap:g}" if overlap else f"ours without overlap, {cap:g}"
                 self.run[name] = self._ours(stage, reducer, overlap)

@@ -87,7 +87,7 @@ class Engine:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Global name and parameter, in forward order, of every stage of this rank."""
         for stage in self.stages.values():
-            yield from stage.named_parameters()
+            yield from stage.parameters_in_forward_order()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Persistent buffers (router biases) by global name; whole and equal on every rank of the stage."""
