@@ -60,7 +60,6 @@ class _LatentHeads(torch.autograd.Function):
         return q_sby, k_sbnx, kv_sbnz[..., nope:].contiguous()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         grad_q_sby, grad_k_sbnx, grad_v_sbnv = grads
         back, nope, heads = ctx.saved_tensors[0].conj(), ctx.nope, ctx.kv_shape[2]

@@ -14,7 +14,7 @@ from kernels.attention import attention
 from kernels.latent_heads import latent_heads
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
-from parallel.comm import gather_sequence
+from parallel.comm import gather_sequences
 from parallel.mesh import Mesh
 from parallel.tensor import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, SequenceRMSNorm
 
@@ -57,8 +57,7 @@ class LatentAttention(nn.Module):
         kv_latent, k_pe = self.kv_a_proj_with_mqa(x_lbh).split([self.kv_rank, self.rope], dim=-1)
         kv_latent = self.kv_a_layernorm(kv_latent)
         from_q = x_lbh if self.q_rank is None else self.q_a_layernorm(self.q_a_proj(x_lbh))
-        gathered = gather_sequence(torch.cat([from_q, kv_latent, k_pe], dim=-1), self.tp)
-        from_q, kv_latent, k_pe = gathered.split([from_q.shape[-1], self.kv_rank, self.rope], dim=-1)
+        from_q, kv_latent, k_pe = gather_sequences((from_q, kv_latent, k_pe), self.tp)
         queries = self.q_proj if self.q_rank is None else self.q_b_proj
         return queries(from_q), kv_latent, k_pe
 

@@ -130,6 +130,14 @@ class DeepSeekStage(nn.Module):
         hidden = self.hidden(x_lbh, batch)
         return self.loss(hidden, batch) if self.last else hidden
 
+    def parameters_in_forward_order(self) -> list[tuple[str, nn.Parameter]]:
+        """Global name and parameter by first use: MTP layers after the head, which the main loss has used before them.
+
+        Backward completes gradients in the reverse of this order.
+        """
+        mtp = tuple(f"layers.{name}." for name in self._mtp)
+        return sorted(self.named_parameters(), key=lambda named: named[0].startswith(mtp))
+
     def hidden(self, x_lbh: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Through the blocks of this stage: [s/tp, b, h]."""
         if batch.rotation is None:

@@ -6,7 +6,8 @@ Lives here: plain collectives, and the named autograd pairs of sequence-parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class Work(Protocol):
     """What an asynchronous operation returns: `wait()` blocks until its tensor may be read (for a send: changed)."""
 
-    def wait(self) -> Any: ...
+    def wait(self, timeout: timedelta = ...) -> Any: ...
 
     def is_completed(self) -> bool: ...
 
@@ -120,6 +121,30 @@ def barrier(axis: Axis) -> None:
         dist.barrier(group=axis.group)
 
 
+def waits_on_host(axis: Axis) -> bool:
+    """Whether `Work.wait` blocks this process (gloo) rather than the device's stream (NCCL)."""
+    return axis.group is not None and dist.get_backend(axis.group) == "gloo"
+
+
+def wait_for(work: Work, seconds: float) -> bool:
+    """Wait at most `seconds` for a collective of gloo; False: it isn't done, and may be waited for again.
+
+    Raises what the collective raised.
+    """
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it failed, and says so again; or it ended just now
+    return True
+
+
+def job_store(world: Axis) -> dist.Store | None:
+    """The key-value store that the job's ranks met at; None on one rank."""
+    return None if world.group is None else world.group.get_group_store()
+
+
 def isend(x: torch.Tensor, axis: Axis, peer: int) -> Work:
     """Send contiguous `x` to the axis's rank `peer`; never blocks. `x` must live, unchanged, until the work is done."""
     axis.ledger.add(axis.name, "send", _bytes(x))
@@ -163,6 +188,14 @@ def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     For an input of column-parallel layers: each rank's backward knows only its columns' part of the gradient.
     """
     return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+
+
+def gather_sequences(parts: Sequence[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
+    """`gather_sequence` of several tensors in one message; they differ in their last dimension only."""
+    if axis.size == 1:
+        return list(parts)
+    gathered = gather_sequence(torch.cat(list(parts), dim=-1), axis)
+    return list(gathered.split([part.shape[-1] for part in parts], dim=-1))
 
 
 def scatter_sequence_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -36,15 +36,15 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
             shifted_nv.exp_()
             sums_2n[0] = shifted_nv.sum(-1)
         all_reduce_(sums_2n, axis)
-        ctx.save_for_backward(shifted_nv.div_(sums_2n[0].unsqueeze(-1)), local_n, here_n)
+        ctx.save_for_backward(shifted_nv, sums_2n[0], local_n, here_n)
         ctx.dtype = logits_nv.dtype
         return sums_2n[0].log() - sums_2n[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        probability_nv, local_n, here_n = ctx.saved_tensors
+        exponential_nv, sum_n, local_n, here_n = ctx.saved_tensors
         grad_n = grads[0]
-        grad_nv = probability_nv * grad_n.unsqueeze(-1)
+        grad_nv = exponential_nv * (grad_n / sum_n).unsqueeze(-1)
         if grad_nv.shape[1]:
             grad_nv.scatter_add_(-1, local_n.unsqueeze(-1), -(grad_n * here_n).unsqueeze(-1))
         return grad_nv.to(ctx.dtype), None, None, None

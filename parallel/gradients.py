@@ -6,7 +6,9 @@ already divided by the global batch's token count. Buckets in reverse parameter 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,6 +18,7 @@ from torch import nn
 from parallel.comm import Work, all_reduce_
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of, valid_part
+from parallel.sync_watch import SyncWatch
 from parallel.weight_gradient import adds_its_gradient
 
 _NORM_ROW = 4096
@@ -28,6 +31,25 @@ def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     body = flat.numel() // _NORM_ROW * _NORM_ROW
     rows = torch.linalg.vector_norm(flat[:body].view(-1, _NORM_ROW), dim=1).double()
     return rows.square().sum() + torch.linalg.vector_norm(flat[body:]).double().square()
+
+
+def cut(sizes: Sequence[int], cap: float) -> list[tuple[int, int]]:
+    """(start, stop) of consecutive buckets over sizes: each is full, as DDP's is, once it holds `cap`.
+
+    Where there is more than one bucket, the end, which backward completes last, becomes one that is full at cap / 4:
+    nothing is left to compute while the last bucket travels.
+    """
+    tail, left = len(sizes), cap / 4 if sum(sizes) > cap else 0.0
+    while left > 0 and tail > 0:
+        tail -= 1
+        left -= sizes[tail]
+    bounds, held = [0], 0
+    for i, size in enumerate(sizes[:tail], start=1):
+        held += size
+        if held >= cap:
+            bounds.append(i)
+            held = 0
+    return list(itertools.pairwise(dict.fromkeys([*bounds, tail, len(sizes)])))
 
 
 class Bucket:
@@ -50,11 +72,52 @@ class Bucket:
         self.launched = True
         self.work = all_reduce_(self.buffer, self.axis, async_op=True)
 
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
+    def counted(self, mesh: Mesh) -> list[torch.Tensor]:
+        """What this rank counts of the buffer in the norm: neighbours as one view, copies and padding left out."""
+        parts, start, end = [], 0, 0
+        for parameter in self.parameters:
+            sharding = sharding_of(parameter)
+            valid = valid_part(parameter.main_grad, sharding, mesh)  # type: ignore[attr-defined]
+            whole = sharding.owned(mesh) and valid.shape == parameter.shape
+            if not whole:
+                parts.append(self.buffer[start:end])
+                if sharding.owned(mesh):
+                    parts.append(valid)
+            end += parameter.numel()
+            start = start if whole else end
+        return [part for part in (*parts, self.buffer[start:end]) if part.numel()]
+
+    def rearm(self) -> None:
+        """Ready for the next step."""
         self.work, self.launched = None, False
         self.missing = set(self.parameters)
+
+
+class _ExposedTime:
+    """How long the waits of a step's reduction held up the computation: the host on a CPU, the stream on a GPU."""
+
+    def __init__(self, device: torch.device):
+        self._seconds = self._started = 0.0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._pending = False
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+        if self._events:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._started
+        if self._events:
+            self._events[1].record()
+            self._pending = True
+
+    def seconds(self) -> float:
+        """Of the last step. Waits for the GPU to have come this far."""
+        if self._pending:
+            self._events[1].synchronize()
+            self._seconds, self._pending = self._events[0].elapsed_time(self._events[1]) / 1e3, False
+        return self._seconds
 
 
 class GradientReducer:
@@ -64,7 +127,9 @@ class GradientReducer:
     as its last gradient of the step is there, else all in `finish`. An fp32 parameter's `.grad` is the main gradient
     itself; a lower-precision one's is added to it after every backward and dropped.
 
-    One step: backward of all micro-batches but the last inside `no_sync()`, the last outside, then `finish()`.
+    One step: backward of all micro-batches but the last inside `no_sync()`, the last outside, then `finish()`. Ranks
+    may take different numbers of micro-batches; all must call `finish()`. patience: seconds after which waiting ranks
+    name those that stay in `no_sync()` instead (see `SyncWatch`).
     """
 
     def __init__(
@@ -73,15 +138,20 @@ class GradientReducer:
         mesh: Mesh,
         bucket_cap_mb: float = 25.0,
         overlap: bool = True,
+        patience: float = 60.0,
     ):
         self.mesh = mesh
         self.overlap = overlap
         self.named = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.buckets = self._fill_buckets(bucket_cap_mb)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self._next = 0  # the first bucket that isn't launched
         self._copies = [
             (p, mesh.copies(sharding_of(p).pipeline_ranks)) for _, p in self.named if sharding_of(p).pipeline_ranks
         ]
+        self._counted = [part for bucket in self.buckets for part in bucket.counted(mesh)]
+        self._watch = SyncWatch(mesh, patience)
+        self._exposed = _ExposedTime(mesh.device)
         self._sync = True
         for _, parameter in self.named:
             if adds_its_gradient(parameter):  # autograd's hook would fire too, without a gradient
@@ -93,6 +163,16 @@ class GradientReducer:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [p for _, p in self.named]
+
+    @property
+    def message_bytes(self) -> int:
+        """Of all messages of one step together, copies on other pipeline ranks aside."""
+        return sum(4 * bucket.buffer.numel() for bucket in self.buckets if bucket.axis.size > 1)
+
+    @property
+    def messages(self) -> int:
+        """How many all-reduces one step takes on this rank, copies on other pipeline ranks aside."""
+        return sum(bucket.axis.size > 1 for bucket in self.buckets)
 
     def zero(self) -> None:
         """Start a step: all main gradients 0."""
@@ -109,6 +189,7 @@ class GradientReducer:
         Whoever reduces by hand sums `parameter.main_grad` over `sharding_of(parameter).gradient_axis(mesh)` afterwards
         (and over `mesh.copies(...)` where the annotation names copies), instead of calling `finish()`.
         """
+        self._watch.enter_no_sync()
         before, self._sync = self._sync, False
         try:
             yield
@@ -116,14 +197,29 @@ class GradientReducer:
             self._sync = before
 
     def finish(self) -> None:
-        """Sum what isn't summed yet, wait for all of it, then sum copies over their pipeline ranks. Collective."""
+        """Sum what isn't summed yet, wait for all of it, then sum copies over their pipeline ranks. Collective.
+
+        Raises RuntimeError, naming them, where ranks stay in `no_sync()` beyond the patience.
+        """
+        for bucket in self.buckets[self._next :]:
+            bucket.launch()
+        self._exposed.start()
+        self._watch.wait([(bucket.work, bucket.axis) for bucket in self.buckets])
+        copies = [(all_reduce_(p.main_grad, axis, async_op=True), axis) for p, axis in self._copies]  # type: ignore[attr-defined]
+        self._watch.wait(copies)
+        self._exposed.stop()
+        self._watch.end_step()
         for bucket in self.buckets:
-            if not bucket.launched:
-                bucket.launch()
-        for bucket in self.buckets:
-            bucket.wait()
-        for parameter, axis in self._copies:
-            all_reduce_(parameter.main_grad, axis)  # type: ignore[attr-defined]
+            bucket.rearm()
+        self._next = 0
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What the last step's reduction held the computation up for: time in `finish` that overlap didn't hide.
+
+        Includes waiting for ranks that compute longer. On a GPU it waits until the device is that far.
+        """
+        return self._exposed.seconds()
 
     def norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradient, the same fp32 scalar on every rank. Call after `finish`. Collective.
@@ -131,11 +227,8 @@ class GradientReducer:
         Every parameter counts once, whatever holds copies of it; padding rows don't count.
         """
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for _, parameter in self.named:
-            sharding = sharding_of(parameter)
-            if sharding.owned(self.mesh):
-                gradient = valid_part(parameter.main_grad, sharding, self.mesh)  # type: ignore[attr-defined]
-                square += _sum_of_squares(gradient)
+        for part in self._counted:
+            square += _sum_of_squares(part)
         all_reduce_(square, self.mesh.world)
         return square.sqrt().float()
 
@@ -148,34 +241,33 @@ class GradientReducer:
         """Scale the gradient to at most `max_norm` (0: leave it) and return the norm before. Collective."""
         norm = self.norm()
         if max_norm > 0:
-            self.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            # A pass over all gradients for nothing, unless asking would make the host wait for a GPU.
+            if factor.is_cuda or factor != 1:
+                self.scale(factor)
         return norm
 
     def _fill_buckets(self, cap_mb: float) -> list[Bucket]:
-        """Parameters from last to first, per reduction axis, in buckets of up to `cap_mb` (a bigger one stands alone).
+        """Parameters from last to first, per reduction axis, cut into buckets (see `cut`).
 
         Buckets come in the order in which backward completes them: since each waits for those before it (see
         `_on_gradient`), another order would hold complete ones back.
         """
-        cap = cap_mb * 2**20 / 4
-        filling: dict[tuple[int, ...], list[nn.Parameter]] = {}  # by ranks: axes of the same ranks share buckets
-        axes: dict[tuple[int, ...], Axis] = {}
-        buckets = []
         backward_order = [parameter for _, parameter in reversed(self.named)]
+        axes: dict[tuple[int, ...], tuple[Axis, list[nn.Parameter]]] = {}  # axes of the same ranks share buckets
         for parameter in backward_order:
             axis = sharding_of(parameter).gradient_axis(self.mesh)
-            axis = axes.setdefault(axis.ranks, axis)
-            waiting = filling.setdefault(axis.ranks, [])
-            if waiting and sum(p.numel() for p in waiting) + parameter.numel() > cap:
-                buckets.append(Bucket(axis, waiting))
-                waiting = filling[axis.ranks] = []
-            waiting.append(parameter)
-        for ranks, waiting in filling.items():
-            buckets.append(Bucket(axes[ranks], waiting))
+            axes.setdefault(axis.ranks, (axis, []))[1].append(parameter)
         place = {parameter: i for i, parameter in enumerate(backward_order)}
+        buckets = [
+            Bucket(axis, parameters[start:stop])
+            for axis, parameters in axes.values()
+            for start, stop in cut([p.numel() for p in parameters], cap_mb * 2**20 / 4)
+        ]
         return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Autograd's hook, for parameters whose layer doesn't add their gradient itself."""
         if parameter.dtype != torch.float32:
             assert parameter.grad is not None
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
@@ -183,13 +275,20 @@ class GradientReducer:
         self._on_added(parameter)
 
     def _on_added(self, parameter: nn.Parameter) -> None:
-        """The parameter's gradient of this micro-batch is in its main gradient: by the hook, or by its layer."""
+        """The parameter's main gradient has this micro-batch's."""
+        bucket = self._bucket_of[parameter]
+        if bucket.launched:
+            raise RuntimeError(
+                f"a gradient of {self._name(parameter)} arrived while its bucket is being reduced: backward of all "
+                "micro-batches but the last belongs inside no_sync()"
+            )
         if not self._sync or not self.overlap:
             return
-        self._bucket_of[parameter].missing.discard(parameter)
+        bucket.missing.discard(parameter)
         # Every replica must launch in the same order, so a bucket waits for those before it even when it is ready.
-        for bucket in self.buckets:
-            if not bucket.launched:
-                if bucket.missing:
-                    break
-                bucket.launch()
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            self.buckets[self._next].launch()
+            self._next += 1
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return next(name for name, p in self.named if p is parameter)

@@ -46,26 +46,30 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.flatten(0, -2))
+        return F.linear(x, _matrix(weight))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        weight_oi, grad_no = weight.flatten(0, -2), grads[0].flatten(0, -2)
+        grad_no = grads[0].flatten(0, -2)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_no @ weight_oi).view_as(x)
+            grad_x = (grad_no @ _matrix(weight)).view(x.shape)
         if ctx.needs_input_grad[1]:
             x_ni = x.flatten(0, -2)
 
-            def gradient(total_oi: torch.Tensor | None) -> torch.Tensor:
-                if total_oi is None:
+            def gradient(total: torch.Tensor | None) -> torch.Tensor:
+                if total is None:
                     return (grad_no.t() @ x_ni).view(weight.shape)
-                return total_oi.view(weight_oi.shape).addmm_(grad_no.t(), x_ni)
+                return _matrix(total).addmm_(grad_no.t(), x_ni)
 
             grad_weight = _add(weight, gradient)
         return grad_x, grad_weight
+
+
+def _matrix(weight: torch.Tensor) -> torch.Tensor:
+    """A stack of matrices as one: [m, o, i] -> [m·o, i]."""
+    return weight if weight.ndim == 2 else weight.flatten(0, -2)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -75,7 +79,6 @@ class _GroupedLinear(torch.autograd.Function):
         return grouped_product(x_ni, weight.transpose(-2, -1), ends_g)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_ni, weight, ends_g = ctx.saved_tensors
         grad_no = grads[0].contiguous()

@@ -136,6 +136,7 @@ def test_a_run_leaves_everything_resumes_to_the_same_losses_and_refuses_to_overw
     metrics = lines_of(straight / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
     wanted = {"loss", "mtp_loss", "aux_loss", "lr", "grad_norm", "tokens", "step_seconds", "tokens_per_second"}
+    wanted |= {"grad_reduce_exposed_seconds"}
     assert all(wanted <= line.keys() for line in metrics)
     assert {"valid_loss", "bigram_loss"} <= metrics[1].keys() and "valid_loss" in metrics[3]
     assert metrics[-1]["tokens"] == 4 * 4 * 16
@@ -155,6 +156,21 @@ def test_a_run_leaves_everything_resumes_to_the_same_losses_and_refuses_to_overw
     assert [code for code, _, _ in ended] == [2, 2]
     assert "--resume" in ended[0][2] and "--overwrite" in ended[0][2]
     assert lines_of(straight / "metrics.jsonl") == metrics
+
+
+def test_a_run_that_mostly_waits_for_the_reduction_says_so_once(workplace: Path, ranks: Ranks) -> None:
+    waits = """
+from parallel.gradients import GradientReducer
+GradientReducer.exposed_seconds = property(lambda self: 1e6)
+"""
+    directory = workplace / "waits"
+    ranks.start(workplace, "--train-iters", "9", "--save-interval", "9", "--run-dir", str(directory), fault=waits)
+    (code, _, shown), (other, _, silent) = ranks.finish()
+    assert code == other == 0, shown + silent
+    said = "waiting for the gradient reduction took"
+    assert shown.count(said) == 1 and said not in silent
+    assert "1 message of" in shown and "raise --global-batch-size (4 now, 2 micro-batches a rank)" in shown
+    assert [line["grad_reduce_exposed_seconds"] for line in lines_of(directory / "metrics.jsonl")] == [1e6] * 9
 
 
 def test_ranks_with_other_flags_are_told_so_before_they_wait_for_each_other(workplace: Path, ranks: Ranks) -> None:

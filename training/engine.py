@@ -73,6 +73,8 @@ class Engine:
             mesh,
             arguments.distributed.bucket_cap_mb,
             arguments.distributed.overlap_grad_reduce,
+            # The runtime never leaves a rank in no_sync: only just before the group's timeout is a late rank a fault.
+            patience=0.9 * 60 * arguments.distributed.distributed_timeout_minutes,
         )
         self.optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
         self.runtime = PipelineRuntime(mesh, self.stages, self.dtype)
@@ -85,7 +87,7 @@ class Engine:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Global name and parameter, in forward order, of every stage of this rank."""
         for stage in self.stages.values():
-            yield from stage.named_parameters()
+            yield from stage.parameters_in_forward_order()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Persistent buffers (router biases) by global name; whole and equal on every rank of the stage."""

@@ -21,6 +21,7 @@ from model.microbatch import MicroBatch
 from parallel.comm import all_reduce_, gather_objects
 from parallel.mesh import Mesh
 from training import checkpoint
+from training.advice import CommunicationWatch, Reduction
 from training.arguments import Arguments
 from training.command_line import to_yaml
 from training.datasets import RunData, bigram_loss
@@ -66,6 +67,8 @@ class Trainer:
             flops_per_token(config, training.seq_length), mesh.world_size, mesh.device, arguments.logging.peak_tflops
         )
 
+        self.communication = self._communication_watch()
+
     def run(self) -> None:
         """Train to --train-iters, validate, save; return when all is on disk. Collective."""
         training, checkpoints = self.arguments.training, self.arguments.checkpoint
@@ -108,8 +111,11 @@ class Trainer:
                 f"step {step}: loss {loss}, gradient norm {result.grad_norm}: the parameters are unusable now; resume "
                 f"from {checkpoint.newest(self.directory.checkpoints) or 'the start'} with a lower --lr than {lr:.3g}"
             )
-        mtp = [value for name, value in result.losses.items() if name.startswith("mtp")]
         tokens = training.global_batch_size * training.seq_length
+        exposed, measured = self.engine.reducer.exposed_seconds, self.meter.stop(tokens)
+        if self.communication and (said := self.communication.step(exposed, measured["step_seconds"])):
+            logger.warning("%s", said)
+        mtp = [value for name, value in result.losses.items() if name.startswith("mtp")]
         return {
             "step": step,
             "loss": loss,
@@ -119,8 +125,27 @@ class Trainer:
             "grad_norm": result.grad_norm,
             "tokens": self.done.consumed_samples * training.seq_length,
             "loss_tokens": int(result.tokens),
-            **self._worst(result, self.meter.stop(tokens)),
+            **({"grad_reduce_exposed_seconds": exposed} if self.engine.reducer.messages else {}),
+            **self._worst(result, measured),
         }
+
+    def _communication_watch(self) -> CommunicationWatch | None:
+        """On rank 0, where there is something to reduce."""
+        reducer, arguments = self.engine.reducer, self.arguments
+        if not (self.writes and reducer.messages):
+            return None
+        global_batch = arguments.training.global_batch_size
+        return CommunicationWatch(
+            Reduction(
+                dp=self.mesh.dp.size,
+                buckets=reducer.messages,
+                mebibytes=reducer.message_bytes / 2**20,
+                bucket_cap_mb=arguments.distributed.bucket_cap_mb,
+                overlap=arguments.distributed.overlap_grad_reduce,
+                micro_batches=global_batch // arguments.training.micro_batch_size // self.mesh.dp.size,
+                global_batch_size=global_batch,
+            )
+        )
 
     def _worst(self, result: StepResult, measured: dict[str, float]) -> dict[str, float]:
         """`measured`, with the memory of the rank that needs most, and the balance of the worst layer. Collective.

@@ -6,6 +6,7 @@ variables set. It reads a step's number a line and answers with the step's secon
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -71,7 +72,10 @@ def write_weights(directory: Path, seed: int) -> None:
     (directory / "config.json").write_text(json.dumps(CONFIG.to_dict()))
 
 
-def micro_batches(step: int, rank: int = 0, ranks: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def micro_batches(step: int, rank: int, ranks: int) -> Batches:
     """Tokens and labels [b, s] of each micro-batch of one of `ranks` data-parallel ranks. int64.
 
     Half of the tokens follow from the one before, so that there is something to learn.
@@ -90,13 +94,18 @@ def variable(name: str, default: int = 1) -> int:
     return int(os.environ.get(name, default))
 
 
-def serve(step: Callable[[int], float | None]) -> None:
-    """Answer with the time and the loss of `step(number)` until the input ends; a rank without a loss answers null."""
+def serve(step: Callable[[Batches], float | None], rank: int = 0, ranks: int = 1) -> None:
+    """Answer with the time and the loss of `step(micro-batches)` until the input ends; a rank without a loss: null.
+
+    rank, ranks: data-parallel ones; each gets its micro-batches of the step, which are made before the clock starts.
+    """
     # What libraries print goes to stderr: the answers have the pipe to themselves.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    gc.freeze()  # as this project's trainer does: collections then leave out what was made before the first step
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
+        batches = micro_batches(int(line), rank, ranks)
         started = time.perf_counter()
-        loss = step(int(line))
+        loss = step(batches)
         print(json.dumps({"seconds": time.perf_counter() - started, "loss": loss}), file=answers)

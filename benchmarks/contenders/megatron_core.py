@@ -152,7 +152,6 @@ def main(directory: str) -> None:
     parallel_state.initialize_model_parallel(TP, PP, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    batches = common.MICRO_BATCHES // dp_size
     init_num_microbatches_calculator(rank, None, common.MICRO_BATCH * common.MICRO_BATCHES, common.MICRO_BATCH, dp_size)
     config = transformer_config()
     spec = get_gpt_layer_local_spec(
@@ -207,15 +206,15 @@ def main(directory: str) -> None:
         tokens, labels = next(iterator)
         return module(tokens, positions, future, labels=labels), loss_of
 
-    def step(number: int) -> float | None:
+    def step(batches: common.Batches) -> float | None:
         for one in models:
             one.zero_grad_buffer()
         optimizer.zero_grad()
         reports = forward_backward(
             forward_step_func=forward,
-            data_iterator=iter(common.micro_batches(number, dp_rank, dp_size)),
+            data_iterator=iter(batches),
             model=models[0],
-            num_microbatches=batches,
+            num_microbatches=len(batches),
             seq_length=common.LENGTH,
             micro_batch_size=common.MICRO_BATCH,
             forward_only=False,
@@ -227,7 +226,7 @@ def main(directory: str) -> None:
         dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
         return float(loss) / dp_size
 
-    common.serve(step)
+    common.serve(step, dp_rank, dp_size)
     dist.destroy_process_group()
 
 

@@ -31,14 +31,14 @@ def main(directory: str) -> None:
     for stage in engine.stages.values():
         load_hf_directory(directory, stage, common.CONFIG, mesh)
 
-    def step(number: int) -> float:
-        batches = []
-        for tokens, labels in common.micro_batches(number, mesh.dp.rank, mesh.dp.size):
+    def step(batches: common.Batches) -> float:
+        made = []
+        for tokens, labels in batches:
             mask = torch.ones(tokens.shape)
-            batches.append(MicroBatch(tokens, labels, mask, torch.arange(common.LENGTH).expand_as(tokens)))
-        return engine.train_step(batches, common.LR).losses["lm"]
+            made.append(MicroBatch(tokens, labels, mask, torch.arange(common.LENGTH).expand_as(tokens)))
+        return engine.train_step(made, common.LR).losses["lm"]
 
-    common.serve(step)
+    common.serve(step, mesh.dp.rank, mesh.dp.size)
     destroy()
 
 

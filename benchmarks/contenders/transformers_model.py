@@ -29,8 +29,7 @@ def main(directory: str) -> None:
         dist.init_process_group("gloo")
         wrapped = DistributedDataParallel(model)
 
-    def step(number: int) -> float:
-        batches = common.micro_batches(number, rank, world)
+    def step(batches: common.Batches) -> float:
         total = torch.zeros(())
         for i, (tokens, labels) in enumerate(batches):
             last = i == len(batches) - 1
@@ -47,7 +46,7 @@ def main(directory: str) -> None:
             dist.all_reduce(total)
         return float(total) / world
 
-    common.serve(step)
+    common.serve(step, rank, world)
     if world > 1:
         dist.destroy_process_group()
 

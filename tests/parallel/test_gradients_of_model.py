@@ -217,3 +217,25 @@ def test_experts_without_tokens_on_a_rank_get_the_other_ranks_gradient(run_ranks
     (moved, norm), (moved_too, norm_too) = run_ranks(2, one_expert_idle, seed)
     assert moved == moved_too and norm == norm_too
     assert moved == [f"layers.{layer}.mlp.experts.down_proj {e}" for layer in (1, 2) for e in (0, 1, 4, 5)]
+
+
+def orders(seed: int) -> list[list[str]]:
+    """The model's parts as backward completes them, and as buckets hold them."""
+    engine = engine_of(job_of(Layout(), seed, mtp=1))
+    names = {parameter: name for name, parameter in engine.named_parameters()}
+    done: list[str] = []
+    for parameter, name in names.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: done.append(name))
+    engine.forward_backward(microbatches_of_step(job_of(Layout(), seed, mtp=1), 0, 211, 0, 4))
+    order = [names[parameter] for bucket in engine.reducer.buckets for parameter in bucket.parameters]
+
+    def place(name: str) -> str:
+        return name.split(".")[1] if name.startswith("layers.") else name.split(".")[0]
+
+    return [list(dict.fromkeys(place(name) for name in names)) for names in (done, order)]
+
+
+def test_buckets_come_in_the_order_in_which_backward_completes_them(run_ranks: RunRanks, seed: int) -> None:
+    """Block by block, multi-token prediction's first: the head and the final norm wait for the main loss."""
+    ((done, order),) = run_ranks(1, orders, seed)
+    assert done == order == ["3", "lm_head", "norm", "2", "1", "0", "embed_tokens"]

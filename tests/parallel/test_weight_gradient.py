@@ -28,7 +28,8 @@ def test_micro_batches_add_up_in_the_main_gradient(shape: tuple[int, ...], dtype
     for _ in range(3):
         x = torch.randn(7, 2, 5).to(dtype).requires_grad_()
         grad = torch.randn(7, 2, plain.shape[0]).to(dtype)
-        linear(x, weight).backward(grad)
+        with reducer.no_sync():
+            linear(x, weight).backward(grad)
         x_plain = x.detach().float().requires_grad_()
         (x_plain @ plain.t()).backward(grad.float())
         assert x.grad is not None and x_plain.grad is not None
@@ -37,6 +38,19 @@ def test_micro_batches_add_up_in_the_main_gradient(shape: tuple[int, ...], dtype
     assert plain.grad is not None
     found = weight.main_grad.flatten(0, -2)  # type: ignore[attr-defined]
     assert (found - plain.grad).norm() <= bound * plain.grad.norm()
+
+
+def test_a_bucket_is_launched_when_its_layers_have_added_their_gradients() -> None:
+    first, second = owned(4, 5), owned(3, 4)
+    reducer = GradientReducer([("first", first), ("second", second)], Mesh.create(Layout()))
+    x = torch.randn(6, 5)
+    with reducer.no_sync():
+        linear(linear(x, first), second).sum().backward()
+    assert not any(bucket.launched for bucket in reducer.buckets)
+    linear(linear(x, first), second).sum().backward()
+    assert all(bucket.launched for bucket in reducer.buckets)
+    with pytest.raises(RuntimeError, match="inside no_sync"):
+        linear(x, first).sum().backward()
 
 
 def test_without_a_reducer_gradients_are_autograds() -> None:
@@ -54,7 +68,8 @@ def test_grouped_weights_add_up_too_and_frozen_ones_get_nothing() -> None:
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
     for _ in range(2):
         x, grad = torch.randn(6, 4), torch.randn(6, 4)
-        grouped_linear(grouped_linear(x, stack, ends), frozen, ends).backward(grad)
+        with reducer.no_sync():
+            grouped_linear(grouped_linear(x, stack, ends), frozen, ends).backward(grad)
         grouped_matmul_reference(grouped_matmul_reference(x, plain, ends), frozen, ends).backward(grad)
     reducer.finish()
     torch.testing.assert_close(stack.main_grad, plain.grad)  # type: ignore[attr-defined]
