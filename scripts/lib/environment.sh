@@ -11,8 +11,9 @@
 
 say() { printf '%s\n' "$*" >&2; }
 
-die() {
+die() { # ERROR_FILE, where set: the text for the other nodes (scripts/lib/nodes.py)
   say "error: $*"
+  [[ -z ${ERROR_FILE:-} ]] || printf '%s' "$*" >"$ERROR_FILE"
   exit 1
 }
 
@@ -41,18 +42,22 @@ missing_requirements() { "$PYTHON" "$ROOT/scripts/lib/requirements.py" missing "
 # Where PYTHON has torch it is used as it is, so that a container keeps its build. Elsewhere, or with VENV set, it is a
 # virtual environment, which sees the torch of the interpreter that it was made from.
 find_environment() {
-  BASE_PYTHON=${PYTHON:-python3}
-  command -v "$BASE_PYTHON" >/dev/null || die "$BASE_PYTHON isn't installed: install Python 3.10 or newer, or set PYTHON"
+  find_base_python
   PYTHON=$BASE_PYTHON
   VENV_IN_USE=${VENV:-}
   if [[ -z $VENV_IN_USE ]] && ! imports_torch "$BASE_PYTHON"; then VENV_IN_USE=$ROOT/.venv; fi
   if [[ -n $VENV_IN_USE ]]; then PYTHON=$VENV_IN_USE/bin/python; fi
 }
 
-prepare_environment() {
-  find_environment
+find_base_python() {
+  BASE_PYTHON=${PYTHON:-python3}
+  command -v "$BASE_PYTHON" >/dev/null || die "$BASE_PYTHON isn't installed: install Python 3.10 or newer, or set PYTHON"
   "$BASE_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     die "$("$BASE_PYTHON" --version) is too old: Python 3.10 or newer is needed; set PYTHON"
+}
+
+prepare_environment() {
+  find_environment
   if [[ -n $VENV_IN_USE ]] && ! usable_venv; then with_lock "$ROOT/.cache/environment.lock" make_venv; fi
   local missing
   missing=$(missing_requirements "$1")
