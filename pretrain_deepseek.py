@@ -17,9 +17,17 @@ from training.failures import ConfigurationError, FailureReport
 from training.validate import read_model_config, validate
 
 
+def tell_waiting_ranks(message: str) -> None:
+    """To those that wait for this rank, which has failed before it could join them."""
+    from parallel import launch  # imports torch
+
+    launch.tell_waiting_ranks(message)
+
+
 def main() -> None:
     """One rank's life. Every error ends the process with one clear message, see `training.failures`."""
     with FailureReport() as report:
+        report.tell_peers = tell_waiting_ranks
         arguments = parse()
         config = read_model_config(arguments)
 
@@ -40,9 +48,14 @@ def main() -> None:
 
         try:
             distributed = arguments.distributed
-            device = init_distributed(distributed.distributed_backend, distributed.distributed_timeout_minutes)
+            device = init_distributed(
+                distributed.distributed_backend,
+                distributed.distributed_timeout_minutes,
+                distributed.distributed_start_timeout_seconds,
+            )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
+        report.tell_peers = None  # all have met: they notice by themselves
         timeout = timedelta(minutes=distributed.distributed_timeout_minutes)
         world = Mesh.create(Layout(), device, timeout).world
         set_seed(arguments.run.seed, world)
