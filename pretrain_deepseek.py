@@ -10,11 +10,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import sys
 from datetime import timedelta
 
 from training.command_line import parse
 from training.failures import ConfigurationError, FailureReport
 from training.validate import read_model_config, validate
+
+
+def without_local_rank(words: list[str]) -> list[str]:
+    """Flags without the --local-rank=N that `python -m torch.distributed.launch` adds; LOCAL_RANK says the same."""
+    return [word for word in words if not re.fullmatch(r"--local[-_]rank=\d+", word)]
 
 
 def tell_waiting_ranks(message: str) -> None:
@@ -28,7 +35,7 @@ def main() -> None:
     """One rank's life. Every error ends the process with one clear message, see `training.failures`."""
     with FailureReport() as report:
         report.tell_peers = tell_waiting_ranks
-        arguments = parse()
+        arguments = parse(without_local_rank(sys.argv[1:]))
         config = read_model_config(arguments)
 
         # torch is imported from here on, so that --help and wrong flags answer at once.
