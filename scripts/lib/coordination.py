@@ -272,7 +272,7 @@ class Coordinator:
             if all(node.ready for node in present):
                 self._phase = "running"
                 self._send_all("start", port=free_port(self.port + 1))
-            else:
+            elif len(present) > 1:
                 names = ", ".join(str(node) for node in present if not node.ready)
                 self._tell_now_and_then(f"waiting for {names} to prepare")
         elif self._phase == "running":

@@ -22,13 +22,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from scripts.lib.children import GRACE, Children
 from scripts.lib.coordination import GREETING, PROGRESS, Coordinator, Gone, Link, describe, readable
 from scripts.lib.report_failure import Failure, find_failure
 from scripts.lib.tensorboard import TensorBoard
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-GRACE = 6.0
-"""Seconds from SIGTERM to SIGKILL, and seconds that a failed node's neighbours on its host get to end by themselves."""
 
 
 class Refused(Exception):
@@ -38,62 +37,6 @@ class Refused(Exception):
 def say(text: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that has gone must not keep processes from being ended
         print(text, file=sys.stderr, flush=True)
-
-
-class Children:
-    """Processes of one phase, in sessions of their own, so that Ctrl-C reaches only this program, which ends them."""
-
-    def __init__(self) -> None:
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        """By the number of the torchrun node; one for the preparation."""
-        self.first_failed: tuple[int, int] | None = None
-        """Node and exit code."""
-        self._kill_at: float | None = None
-
-    def start(self, node: int, command: list[str], environment: dict[str, str]) -> None:
-        self.processes[node] = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
-
-    def running(self) -> bool:
-        for node, process in self.processes.items():
-            code = process.poll()
-            if code and self.first_failed is None:
-                self.first_failed = (node, code)
-        return any(process.returncode is None for process in self.processes.values())
-
-    def end(self) -> None:
-        """SIGTERM, the one signal that torchrun passes on in an orderly way; SIGKILL follows by `press()`."""
-        if self._kill_at is None:
-            self._kill_at = time.monotonic() + GRACE
-            self._signal(signal.SIGTERM)
-
-    def press(self) -> None:
-        if self._kill_at is not None and time.monotonic() > self._kill_at:
-            self._kill_at = time.monotonic() + 1.0
-            self._signal(signal.SIGKILL)
-
-    def kill(self) -> None:
-        self._kill_at = 0.0
-        self.press()
-
-    def _signal(self, number: int) -> None:
-        for process in self.processes.values():
-            if process.poll() is not None:
-                continue
-            # torchrun's ranks have sessions of their own: killed, it can't end them any more.
-            ranks = children_of(process.pid) if number == signal.SIGKILL else []
-            for pid in [*ranks, process.pid]:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    if pid == process.pid:
-                        os.killpg(pid, number)
-                    else:
-                        os.kill(pid, number)
-
-
-def children_of(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout
-    pairs = [line.split() for line in found.splitlines()]
-    children = [int(child) for child, parent in pairs if int(parent) == pid]
-    return [grandchild for child in children for grandchild in [*children_of(child), child]]
 
 
 class Supervisor:
@@ -228,6 +171,9 @@ class Supervisor:
         place = words.index("PHASE")
         return [*words[:place], phase, *words[place + 1 :]]
 
+    def _call(self, phase: str) -> None:
+        subprocess.run(self._command(phase), env=os.environ | self._environment())
+
     def _environment(self) -> dict[str, str]:
         return {"ERROR_FILE": str(self._error_file)}
 
@@ -241,8 +187,10 @@ class Supervisor:
                 if not os.environ.get(variable):
                     environment[variable] = interface
             say(f"network interface to the other nodes: {os.environ.get('GLOO_SOCKET_IFNAME') or interface}")
-        if options.node == 0 and options.tensorboard is not None:
-            self.board = TensorBoard(self._command("serve-tensorboard"), options.tensorboard)
+        if options.node == 0:
+            self._call("show-tensorboard")
+            if options.tensorboard is not None:
+                self.board = TensorBoard(self._command("serve-tensorboard"), options.tensorboard)
         for node in options.local_nodes:
             self.children.start(node, self._command("run"), environment | {"NODE": str(node)})
 
@@ -326,7 +274,7 @@ class Supervisor:
     def _show_board(self) -> None:
         if self.options.node != 0:
             return
-        subprocess.run(self._command("show-tensorboard"), env=os.environ | self._environment())
+        self._call("show-tensorboard")
         if self.board is not None and sys.stdin.isatty():
             say(f"TensorBoard stays at {self.board.url} until Ctrl-C")
             while not self.signals and self.board.running():
