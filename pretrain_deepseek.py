@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import sys
 from datetime import timedelta
 
 from training.command_line import parse
@@ -17,10 +19,23 @@ from training.failures import ConfigurationError, FailureReport
 from training.validate import read_model_config, validate
 
 
+def without_local_rank(words: list[str]) -> list[str]:
+    """Flags without the --local-rank=N that `python -m torch.distributed.launch` adds; LOCAL_RANK says the same."""
+    return [word for word in words if not re.fullmatch(r"--local[-_]rank=\d+", word)]
+
+
+def tell_waiting_ranks(message: str) -> None:
+    """To those that wait for this rank, which has failed before it could join them."""
+    from parallel import launch  # imports torch
+
+    launch.tell_waiting_ranks(message)
+
+
 def main() -> None:
     """One rank's life. Every error ends the process with one clear message, see `training.failures`."""
     with FailureReport() as report:
-        arguments = parse()
+        report.tell_peers = tell_waiting_ranks
+        arguments = parse(without_local_rank(sys.argv[1:]))
         config = read_model_config(arguments)
 
         # torch is imported from here on, so that --help and wrong flags answer at once.
@@ -40,9 +55,14 @@ def main() -> None:
 
         try:
             distributed = arguments.distributed
-            device = init_distributed(distributed.distributed_backend, distributed.distributed_timeout_minutes)
+            device = init_distributed(
+                distributed.distributed_backend,
+                distributed.distributed_timeout_minutes,
+                distributed.distributed_start_timeout_seconds,
+            )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
+        report.tell_peers = None  # all have met: they notice by themselves
         timeout = timedelta(minutes=distributed.distributed_timeout_minutes)
         world = Mesh.create(Layout(), device, timeout).world
         set_seed(arguments.run.seed, world)

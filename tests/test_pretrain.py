@@ -181,6 +181,36 @@ def test_ranks_with_other_flags_are_told_so_before_they_wait_for_each_other(work
     assert "--lr" in ended[0][2]
 
 
+@pytest.mark.parametrize("launcher", ["torch.distributed.launch", "torch.distributed.run"])
+def test_any_launcher_will_do(workplace: Path, tmp_path: Path, launcher: str) -> None:
+    # Plain variables, without a launcher, are what all the other tests here use.
+    common = ["--model", str(workplace / "config.json"), "--data-path", str(workplace / "text"), *FLAGS]
+    flags = [*common, "--train-iters", "1", "--eval-iters", "0", "--no-bigram-baseline", "--run-dir", str(tmp_path)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", launcher, "--nproc-per-node", "2", "--master-port", str(port)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, str(ROOT / "pretrain_deepseek.py"), *flags],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1]
+    assert len(list((tmp_path / "logs").glob("rank_*.jsonl"))) == 2
+
+
+def test_a_flag_that_is_wrong_on_one_rank_only_ends_the_others_with_its_message(workplace: Path, ranks: Ranks) -> None:
+    ranks.start(workplace, "--run-dir", str(workplace / "one_rank"), differ=("--seed", "-1"))
+    (code_0, _, err_0), (code_1, _, err_1) = ranks.finish()
+    assert (code_0, code_1) == (2, 2)
+    assert err_1 == "error: --seed -1 must not be negative\n"
+    assert f"rank 1 on {socket.gethostname()} failed before joining: --seed -1 must not be negative" in err_0
+
+
 def test_a_rank_that_raises_ends_the_run_within_seconds(workplace: Path, ranks: Ranks) -> None:
     run = workplace / "raises"
     ranks.start(workplace, "--run-dir", str(run), fault=STEP_FAULT.format(what="raise ValueError('shard 7 is torn')"))

@@ -197,6 +197,8 @@ class DistributedArguments:
     """By default $TORCH_DISTRIBUTED_BACKEND, else nccl where there is a GPU and gloo where there isn't."""
     distributed_timeout_minutes: float = 10.0
     """A collective that waits longer ends the run."""
+    distributed_start_timeout_seconds: float = 300.0
+    """Seconds in which all ranks must have come; then the missing ones are named."""
     bucket_cap_mb: float = 25.0
     """Size of a gradient bucket in MiB of fp32 gradients: larger ones mean fewer messages and less overlap."""
     overlap_grad_reduce: bool = True

@@ -16,12 +16,9 @@ import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from model.config import DeepSeekConfig
 from parallel.comm import barrier, gather_objects
@@ -29,6 +26,11 @@ from parallel.mesh import Axis, Mesh
 from parallel.sharding import Sharding, sharding_of, valid_part
 from training.engine import Engine
 from training.failures import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# torch.distributed.checkpoint and DTensor are imported where they are used: 1.5 s that the first step needn't wait for.
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ def save(engine: Engine, directory: Path, position: Position, arguments_yaml: st
     the flags. Training draws no random numbers after initialisation, so no generator's state is needed to go on bit
     for bit.
     """
+    import torch.distributed.checkpoint as dcp
+
     mesh = engine.mesh
     final = directory / f"step_{position.step:08d}"
     partial = directory / f".{final.name}.partial"
@@ -118,6 +122,8 @@ def load(engine: Engine, path: Path) -> Position:
         )
     engine.optimizer.prepare_moments(meta["step"])
     with _quiet():
+        import torch.distributed.checkpoint as dcp
+
         dcp.load(_state(engine), checkpoint_id=path, no_dist=engine.mesh.world_size == 1)
     engine.optimizer.refresh_parameters()
     return Position(meta["step"], meta["consumed_samples"])
@@ -162,6 +168,9 @@ def _state(engine: Engine) -> dict[str, torch.Tensor]:
 
 def _global(local: torch.Tensor, sharding: Sharding, mesh: Mesh, device_meshes: dict[str, DeviceMesh]) -> torch.Tensor:
     """This rank's block as a part of the global tensor; a whole tensor as it is (one of its copies is stored)."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
     axis: Axis | None = sharding.axis_of(mesh)
     if axis is None or axis.group is None:
         return local

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -59,6 +59,7 @@ class FailureReport:
     - ConfigurationError: no traceback, exit code 2. It usually is the same on all ranks, so rank 0 says it at once and
       the others only if the launcher hasn't ended them `patience` seconds later.
     - A lost connection: a peer has failed and says why itself; this rank likewise waits before it says anything.
+    - Before ranks have met, `tell_peers` (where set) gets the message of a rank other than 0 that failed by itself.
     - Ctrl-C and SIGTERM: one line a host, none where a peer's error is the reason; exit codes 130 and 143. A main
       thread that hangs in a collective and can't react is ended after `patience` seconds.
 
@@ -71,6 +72,8 @@ class FailureReport:
         environ = os.environ if environ is None else environ
         self.directory = directory
         """Where error files go: RUN/logs, set once the run directory is this run's."""
+        self.tell_peers: Callable[[str], None] | None = None
+        """Lets ranks that wait for this one know why it doesn't come; None once all have met."""
         self.rank = int(environ.get("RANK", "0"))
         self._speaks_for_host = int(environ.get("LOCAL_RANK", "0")) == 0
         self._record_name = f"error_rank_{self.rank:05d}.json"
@@ -115,6 +118,7 @@ class FailureReport:
             self._let_others_speak()
         self._write_for_torchrun(str(error), str(error))
         self._say(f"error: {error}" if len(error.errors) == 1 else f"{len(error.errors)} errors:\n{error}")
+        self._tell_peers(str(error))
         self._exit(EXIT_CONFIGURATION)
 
     def _end_by_error(self, error: BaseException) -> None:
@@ -131,6 +135,7 @@ class FailureReport:
             self._say(f"rank {self.rank} on {self._host}: another rank has gone ({message})")
         else:
             self._say(f"rank {self.rank} on {self._host} failed:\n{stack}")
+        self._tell_peers(message)
         self._exit(EXIT_ERROR)
 
     def _end_by_signal(self, number: int | None) -> None:
@@ -157,6 +162,11 @@ class FailureReport:
                 sys.stdout.flush()
             sys.stderr.write(text.rstrip() + "\n")
             sys.stderr.flush()
+
+    def _tell_peers(self, message: str) -> None:
+        if self.tell_peers is not None and self.rank != 0:  # what rank 0 runs into, most others do too
+            with contextlib.suppress(Exception):
+                self.tell_peers(message)
 
     def _let_others_speak(self) -> None:
         """Wait for the launcher to end this rank because another failed; a host's first rank waits less than others."""

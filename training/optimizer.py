@@ -6,13 +6,59 @@ parameter is `parameter.main_grad` (fp32), filled by the gradient reducer.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from parallel.sharding import sharding_of
 from training.arguments import OptimizerArguments
+
+
+class AdamW:
+    """torch's fused AdamW kernel, with the groups and the state of `torch.optim.AdamW(fused=True)`.
+
+    That class imports torch._dynamo when it is made: two seconds of every rank's start.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float):
+        self.param_groups = [{**group, "lr": lr} for group in groups]
+        self.betas, self.eps = betas, eps
+        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient, at its group's "lr" and "weight_decay"."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+            if not parameters:
+                continue
+            state = [self.state[parameter] for parameter in parameters]
+            torch._foreach_add_([values["step"] for values in state], 1)
+            torch._fused_adamw_(
+                parameters,
+                [parameter.grad for parameter in parameters],
+                [values["exp_avg"] for values in state],
+                [values["exp_avg_sq"] for values in state],
+                [],
+                [values["step"] for values in state],
+                lr=group["lr"],
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=group["weight_decay"],
+                eps=self.eps,
+                amsgrad=False,
+                maximize=False,
+            )
 
 
 class Optimizer:
@@ -45,9 +91,7 @@ class Optimizer:
         if arguments.optimizer == "adamw":
             self.groups[0]["weight_decay"], self.groups[1]["weight_decay"] = arguments.weight_decay, 0.0
             betas = (arguments.adam_beta1, arguments.adam_beta2)
-            self.inner: torch.optim.Optimizer = torch.optim.AdamW(
-                self.groups, lr=arguments.lr, betas=betas, eps=arguments.adam_eps, fused=True
-            )
+            self.inner: AdamW | torch.optim.SGD = AdamW(self.groups, arguments.lr, betas, arguments.adam_eps)
         else:
             self.inner = torch.optim.SGD(self.groups, lr=arguments.lr, momentum=arguments.sgd_momentum)
 

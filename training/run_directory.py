@@ -5,6 +5,7 @@ May import parallel.comm (where ranks must agree) and the standard library; free
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from training.arguments import Arguments
 from training.command_line import from_yaml, to_yaml
 from training.failures import ERROR_FILES, ConfigurationError
+from training.run_lock import RunLock
 
 if TYPE_CHECKING:
     from parallel.mesh import Axis
@@ -51,6 +53,10 @@ class RunDirectory:
     def logs(self) -> Path:
         return self.root / "logs"
 
+    @property
+    def lock(self) -> Path:
+        return self.root / "lock"
+
     def has_run(self) -> bool:
         """Whether an earlier run did a step here. One that never came so far left flags and logs: nothing to lose."""
         return self.metrics.exists() or any(_entries(self.checkpoints))
@@ -63,11 +69,15 @@ class Start:
     directory: RunDirectory
     resumed: bool
     notes: tuple[str, ...]
+    lock: RunLock | None = None
+    """Rank 0 holds the directory with it as long as the run lasts."""
 
 
 def earlier_run_error(arguments: Arguments) -> str | None:
     """Why the run may not start in its directory, or None. For rank 0, before any rank waits for another."""
     run = arguments.run
+    if not run.run_dir:
+        return "--run-dir is empty: name the run's directory"
     if run.resume and run.overwrite:
         return "--resume and --overwrite exclude each other: go on with the earlier run, or move it aside"
     if RunDirectory.of(arguments).has_run() and not (run.resume or run.overwrite):
@@ -81,12 +91,13 @@ def prepare(arguments: Arguments, world: Axis | None = None) -> Start:
     """Make the run directory and write config.yaml. Collective over `world`: rank 0 acts, the others learn the outcome.
 
     Each rank makes the directory of its logs, since hosts may not share a file system. Raises ConfigurationError, on
-    every rank, where rank 0 can't write or finds an earlier run without --resume or --overwrite.
+    every rank, where rank 0 can't write, finds an earlier run without --resume or --overwrite, or another run at work.
     """
     outcome: Start | ConfigurationError | None = None
+    lock: RunLock | None = None
     if world is None or world.rank == 0:
         try:
-            outcome = _prepare(arguments)
+            outcome, lock = _prepare(arguments)
         except ConfigurationError as error:
             outcome = error
     if world is not None:
@@ -100,7 +111,7 @@ def prepare(arguments: Arguments, world: Axis | None = None) -> Start:
         outcome.directory.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"--run-dir {arguments.run.run_dir} can't be written: {error}") from error
-    return outcome
+    return dataclasses.replace(outcome, lock=lock)
 
 
 def changed_flags(before: Arguments, now: Arguments) -> list[str]:
@@ -113,19 +124,24 @@ def changed_flags(before: Arguments, now: Arguments) -> list[str]:
     ]
 
 
-def _prepare(arguments: Arguments) -> Start:
+def _prepare(arguments: Arguments) -> tuple[Start, RunLock]:
     if refusal := earlier_run_error(arguments):
         raise ConfigurationError(refusal)
     directory = RunDirectory.of(arguments)
-    resumed = arguments.run.resume and directory.has_run()
     notes = []
     try:
+        lock = _take_lock(directory)
+        resumed = arguments.run.resume and directory.has_run()
         if directory.has_run() and not resumed:
             # The checkpoints too where --save puts them elsewhere: the next --resume must not find the earlier run's.
             outside = not directory.checkpoints.resolve().is_relative_to(directory.root.resolve())
-            for place in [directory.root, *([directory.checkpoints] if outside else [])]:
-                if place.exists():
-                    notes.append(f"{place} of the earlier run is now {_move_aside(place)}")
+            kept = _move_aside(directory.root)
+            notes.append(f"{directory.root} of the earlier run is now {kept}")
+            if outside and directory.checkpoints.exists():
+                notes.append(f"{directory.checkpoints} of the earlier run is now {_move_aside(directory.checkpoints)}")
+            _keep_launchers_logs(moved=kept / "logs", logs=directory.logs)
+            lock, moved = _take_lock(directory), lock  # that of the new directory
+            moved.release()
             notes.append(f"starting anew in {directory.root}")
         elif resumed:
             notes += [f"resuming the run in {directory.root}", *_note_changes(directory, arguments)]
@@ -143,7 +159,28 @@ def _prepare(arguments: Arguments) -> Start:
         raise ConfigurationError(
             f"--run-dir {arguments.run.run_dir} can't be written: {error}; choose another --run-dir"
         ) from error
-    return Start(directory, resumed, tuple(notes))
+    if not lock.works:
+        notes.append(f"the file system of {directory.root} has no locks: nothing keeps a second run out of it")
+    return Start(directory, resumed, tuple(notes)), lock
+
+
+def _take_lock(directory: RunDirectory) -> RunLock:
+    directory.root.mkdir(parents=True, exist_ok=True)
+    try:
+        return RunLock.acquire(directory.lock)
+    except BlockingIOError as error:
+        raise ConfigurationError(
+            f"--run-dir {directory.root} is in use by another run ({error}): wait for its end, end it, or choose "
+            "another --run-dir"
+        ) from error
+
+
+def _keep_launchers_logs(moved: Path, logs: Path) -> None:
+    """What the launcher of this run has opened already stays with this run when the earlier one is moved aside."""
+    logs.mkdir(parents=True)
+    for pattern in ("torchrun_node_*.log", "output_rank_*.log", "tensorboard.log"):
+        for file in moved.glob(pattern):
+            file.rename(logs / file.name)
 
 
 def _note_changes(directory: RunDirectory, arguments: Arguments) -> list[str]:

@@ -95,7 +95,13 @@ _AT_LEAST_ZERO = (
     "router_bias_update_rate",
     "init_method_std",
 )
-_ABOVE_ZERO = ("adam_eps", "bucket_cap_mb", "distributed_timeout_minutes", "peak_tflops")
+_ABOVE_ZERO = (
+    "adam_eps",
+    "bucket_cap_mb",
+    "distributed_timeout_minutes",
+    "distributed_start_timeout_seconds",
+    "peak_tflops",
+)
 _BELOW_ONE = ("adam_beta1", "adam_beta2", "sgd_momentum")
 
 

@@ -5,7 +5,7 @@
 
 prepare_corpus() {
   CORPUS=$DATA_DIR/python_library
-  corpus_is_ready || with_lock "$DATA_DIR/python_library.lock" make_corpus
+  corpus_is_ready || with_lock "$DATA_DIR/python_library.lock" "making the corpus in $CORPUS" make_corpus
 }
 
 # The recipe names what the files depend on; it is written last, into a directory that is renamed when all is there.
@@ -25,7 +25,7 @@ make_corpus() {
   local part=$CORPUS.part
   rm -rf "$part" # what a killed try left
   mkdir -p "$part" || die "$DATA_DIR can't be written: set DATA_DIR to a directory that can"
-  say "making the corpus from Python's standard library in $CORPUS (once, about a minute)"
+  say "making the corpus from Python's standard library in $CORPUS (once, about 20 s; nothing is downloaded)"
   run_tool build_corpus --output "$part/corpus.jsonl"
   run_tool train_tokenizer --input "$part/corpus.jsonl" --vocab-size "$VOCABULARY_SIZE" --output "$part/tokenizer.model"
   run_tool preprocess_data --input "$part/corpus.jsonl" --output-prefix "$part/corpus" \

@@ -2,7 +2,8 @@
 #
 #   prepare_environment run|dev   sets PYTHON to an interpreter that has all requirements, installing what is missing
 #   find_environment              sets PYTHON to that interpreter and changes nothing
-#   with_lock FILE COMMAND...     runs a command that only one process at a time may run, on all hosts that share FILE
+#   with_lock FILE WHAT COMMAND... runs a command that only one process at a time may run, on all hosts that share FILE;
+#                                 who waits is told WHAT is done, by whom, and for how long it waits
 #
 # Read from the environment:
 #   PYTHON   interpreter to start from (default python3)
@@ -11,25 +12,26 @@
 
 say() { printf '%s\n' "$*" >&2; }
 
-die() {
+die() { # ERROR_FILE, where set: the text for the other nodes (scripts/lib/nodes.py)
   say "error: $*"
+  [[ -z ${ERROR_FILE:-} ]] || printf '%s' "$*" >"$ERROR_FILE"
   exit 1
 }
 
-with_lock() {
-  local file=$1
-  shift
-  mkdir -p "$(dirname "$file")" || die "$(dirname "$file") can't be made: is $ROOT writable?"
+with_lock() { # with_lock FILE WHAT COMMAND...
+  local file=$1 what=$2 lock waited=0
+  shift 2
+  mkdir -p "$(dirname "$file")" || die "$(dirname "$file") can't be made: make it writable, or free space there"
   if ! command -v flock >/dev/null; then # not part of macOS, where nobody shares the directory with other hosts
     "$@"
     return
   fi
-  local lock
-  exec {lock}>"$file"
-  flock --nonblock "$lock" || {
-    say "waiting for another process that holds $file"
-    flock "$lock"
-  }
+  exec {lock}>>"$file" || die "$file can't be written: make its directory writable"
+  until flock --timeout "${LOCK_PROGRESS:-10}" "$lock"; do
+    ((waited += ${LOCK_PROGRESS:-10}))
+    say "waiting: $(tail -n 1 "$file") ($waited s)"
+  done
+  printf '%s, by process %s on host %s\n' "$what" "$$" "$(uname -n)" >"$file"
   "$@"
   exec {lock}>&-
 }
@@ -41,22 +43,28 @@ missing_requirements() { "$PYTHON" "$ROOT/scripts/lib/requirements.py" missing "
 # Where PYTHON has torch it is used as it is, so that a container keeps its build. Elsewhere, or with VENV set, it is a
 # virtual environment, which sees the torch of the interpreter that it was made from.
 find_environment() {
-  BASE_PYTHON=${PYTHON:-python3}
-  command -v "$BASE_PYTHON" >/dev/null || die "$BASE_PYTHON isn't installed: install Python 3.10 or newer, or set PYTHON"
+  find_base_python
   PYTHON=$BASE_PYTHON
   VENV_IN_USE=${VENV:-}
   if [[ -z $VENV_IN_USE ]] && ! imports_torch "$BASE_PYTHON"; then VENV_IN_USE=$ROOT/.venv; fi
   if [[ -n $VENV_IN_USE ]]; then PYTHON=$VENV_IN_USE/bin/python; fi
 }
 
-prepare_environment() {
-  find_environment
+find_base_python() {
+  BASE_PYTHON=${PYTHON:-python3}
+  command -v "$BASE_PYTHON" >/dev/null || die "$BASE_PYTHON isn't installed: install Python 3.10 or newer, or set PYTHON"
   "$BASE_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     die "$("$BASE_PYTHON" --version) is too old: Python 3.10 or newer is needed; set PYTHON"
-  if [[ -n $VENV_IN_USE ]] && ! usable_venv; then with_lock "$ROOT/.cache/environment.lock" make_venv; fi
+}
+
+prepare_environment() {
+  find_environment
+  if [[ -n $VENV_IN_USE ]] && ! usable_venv; then with_lock "$ROOT/.cache/environment.lock" "making $VENV_IN_USE" make_venv; fi
   local missing
   missing=$(missing_requirements "$1")
-  if [[ -n $missing ]]; then with_lock "$ROOT/.cache/environment.lock" install_missing "$1"; fi
+  if [[ -n $missing ]]; then
+    with_lock "$ROOT/.cache/environment.lock" "installing ${missing//$'\n'/ }" install_missing "$1"
+  fi
 }
 
 usable_venv() { "$PYTHON" -m pip --version >/dev/null 2>&1; }

@@ -1,16 +1,13 @@
-"""Why a run failed, its last line the message of the first failing rank; for scripts/pretrain_multinode.sh.
+"""Why the processes of a node failed: the first failing rank and its message, for scripts/lib/nodes.py.
 
-    PYTHONPATH=. python scripts/lib/report_failure.py LOGS STARTED NODE CODE
-
-Imports `training.failures` and the standard library. LOGS holds the records of failed ranks, the output of ranks and
-torchrun's own messages; STARTED is the time of the start; NODE's torchrun failed first, with exit code CODE.
+Imports `training.failures` and the standard library. Reads what a run's logs directory holds: the records of failed
+ranks, the output of ranks and torchrun's own messages.
 """
 
 from __future__ import annotations
 
 import re
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,20 +17,42 @@ TAIL = 20
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a node failed.
+
+    message: in a line or few, for all nodes; detail: what goes before it on this node's terminal; told: rank 0 has said
+    the message on this terminal; root: False where the cause may lie on another node.
+    """
+
+    message: str
+    detail: str = ""
+    told: bool = False
+    root: bool = True
+
+
+@dataclass(frozen=True)
 class Ended:
     """A rank in torchrun's summary; `root` where torchrun saw it first. Negative exit codes are signals."""
 
     rank: int
     exit_code: int
     root: bool
+    message: str
 
 
 def ended_ranks(log: Path) -> list[Ended]:
     """All ranks of one torchrun's summary, in its order (the first one that failed is its last)."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     summary, _, root = text.partition("Root Cause")
-    entry = re.compile(r"^ +rank +: (\d+).*\n +exitcode +: (-?\d+)", re.MULTILINE)
-    return [Ended(int(rank), int(code), part is root) for part in (summary, root) for rank, code in entry.findall(part)]
+    entry = re.compile(
+        r"^ +rank +: (\d+).*\n +exitcode +: (-?\d+).*\n +error_file.*\n +traceback +: (.*(?:\n(?!\[|=).*)*)",
+        re.MULTILINE,
+    )
+    return [
+        Ended(int(rank), int(code), part is root, message.strip())
+        for part in (summary, root)
+        for rank, code, message in entry.findall(part)
+    ]
 
 
 def tail(file: Path) -> str:
@@ -46,17 +65,22 @@ def output(logs: Path, rank: int) -> str:
     return "" if rank == 0 else tail(logs / f"output_rank_{rank:05d}.log")
 
 
-def report(logs: Path, started: float, node: str, code: int) -> list[str]:
-    """The lines to print, nothing where rank 0 has said it all."""
+def find_failure(logs: Path, started: float, nodes: list[int], node: int, code: int) -> Failure:
+    """Why torchrun of `node`, the first of this host's `nodes` that failed, ended with `code`.
+
+    started: time (since the epoch) of the start; older records are an earlier run's.
+    """
     record = first_error(logs)
     if record is not None and record["time"] < started:
         record = None
-    torchrun = sorted(logs.glob("torchrun_node_*.log"), key=lambda file: file.stem != f"torchrun_node_{node}")
-    ended = [rank for file in torchrun for rank in ended_ranks(file)]
+    ordered = sorted(nodes, key=lambda other: other != node)
+    ended = [rank for other in ordered for rank in ended_ranks(logs / f"torchrun_node_{other}.log")]
 
     if record is not None and not record["cascade"]:
-        stack = [record["traceback"]] if record["rank"] != 0 else []
-        return [*stack, f"rank {record['rank']} on {record['host']} failed: {record['message']}"]
+        stack = record["traceback"] if record["rank"] != 0 else ""
+        # Where hosts share the directory it may be another's record, which that one's node reports as its own.
+        ours = not ended or record["rank"] in {rank.rank for rank in ended}
+        return Failure(f"rank {record['rank']} on {record['host']} failed: {record['message']}", stack, root=ours)
 
     # A rank that is killed leaves no record, only peers that lost their connection to it. SIGTERM is torchrun's own, as
     # is SIGKILL where a rank didn't follow that: the root cause goes before such.
@@ -65,22 +89,18 @@ def report(logs: Path, started: float, node: str, code: int) -> list[str]:
         first = min(killed, key=lambda rank: not rank.root)
         name = signal.Signals(-first.exit_code).name
         memory = " (the kernel does so when memory runs out: see dmesg)" if name == "SIGKILL" else ""
-        return [output(logs, first.rank), f"rank {first.rank} was killed by {name}{memory}"]
+        return Failure(f"rank {first.rank} was killed by {name}{memory}", output(logs, first.rank))
 
     if record is not None:
-        return [f"rank {record['rank']} on {record['host']} failed: {record['message']}"]
+        return Failure(f"rank {record['rank']} on {record['host']} failed: {record['message']}", root=False)
 
     # No record at all: it ended before the run began, by a wrong flag, which rank 0 tells unless it was ended before.
     for first in (rank for rank in ended if rank.root):
-        told = first.exit_code == EXIT_CONFIGURATION
-        return ["" if told else f"rank {first.rank} ended with exit code {first.exit_code}", output(logs, first.rank)]
-    if code > 128:
-        return [f"torchrun of node {node} was killed by {signal.Signals(code - 128).name}"]
+        if first.exit_code == EXIT_CONFIGURATION:
+            text = output(logs, first.rank)
+            return Failure(first.message or text or f"rank {first.rank} refused its flags", told=first.rank == 0)
+        return Failure(f"rank {first.rank} ended with exit code {first.exit_code}", output(logs, first.rank))
+    if code < 0:
+        return Failure(f"torchrun of node {node} was killed by {signal.Signals(-code).name}")
     file = logs / f"torchrun_node_{node}.log"
-    return [tail(file), f"node {node} could not start its processes; torchrun's messages are in {file}"]
-
-
-if __name__ == "__main__":
-    for text in report(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], int(sys.argv[4])):
-        if text:
-            print(text, file=sys.stderr)
+    return Failure(f"node {node} could not start its processes; torchrun's messages are in {file}", tail(file))

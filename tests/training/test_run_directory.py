@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ def test_a_new_run_has_its_places_and_its_flags(arguments: Arguments) -> None:
     start = prepare(arguments)
     assert not start.resumed
     root = start.directory.root
-    assert sorted(path.name for path in root.iterdir()) == ["checkpoints", "config.yaml", "logs", "tensorboard"]
+    assert sorted(path.name for path in root.iterdir()) == ["checkpoints", "config.yaml", "lock", "logs", "tensorboard"]
     assert from_yaml((root / "config.yaml").read_text()) == arguments
 
 
@@ -99,6 +102,8 @@ def test_overwrite_moves_the_earlier_run_aside_whole(arguments: Arguments) -> No
     start = prepare(arguments.replace(overwrite=True))
     assert not start.resumed and not list(directory.checkpoints.iterdir())
     directory.metrics.write_text('{"step": 1}\n')
+    assert start.lock is not None
+    start.lock.release()
     prepare(arguments.replace(overwrite=True))  # within the same second too
     kept = sorted(directory.root.parent.glob("run*.old-*"))
     assert len(kept) == 2
@@ -141,3 +146,43 @@ def test_rank_0_decides_for_all(arguments: Arguments, run_ranks: Callable[..., l
     RunDirectory.of(arguments).metrics.write_text('{"step": 1}\n')
     first, second = run_ranks(2, start_on_a_rank, arguments)
     assert first == second and "holds an earlier run" in first
+
+
+def test_a_second_run_in_the_directory_is_refused_naming_the_first(arguments: Arguments) -> None:
+    start = prepare(arguments)
+    assert start.lock is not None and start.lock.works
+    holder = f"process {os.getpid()} on host {socket.gethostname()}"
+    for again in (arguments, arguments.replace(resume=True), arguments.replace(overwrite=True)):
+        with pytest.raises(ConfigurationError, match=f"is in use by another run .{holder}, since 20"):
+            prepare(again)
+    start.lock.release()
+    prepare(arguments)
+
+
+def test_a_killed_run_leaves_no_lock(arguments: Arguments) -> None:
+    take = "import sys, pathlib, time\nfrom training.run_lock import RunLock\n"
+    take += "lock = RunLock.acquire(pathlib.Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)"
+    file = RunDirectory.of(arguments).lock
+    file.parent.mkdir(parents=True)
+    holder = subprocess.Popen([sys.executable, "-c", take, str(file)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with pytest.raises(ConfigurationError, match=f"process {holder.pid} "):
+        prepare(arguments)
+    holder.kill()
+    holder.communicate()
+    assert prepare(arguments).lock is not None
+
+
+def test_overwriting_keeps_the_lock_and_the_launchers_open_logs(arguments: Arguments) -> None:
+    directory = run_a_step(arguments)
+    (directory.logs / "torchrun_node_0.log").write_text("this run's")
+    start = prepare(arguments.replace(overwrite=True))
+    assert (directory.logs / "torchrun_node_0.log").read_text() == "this run's"
+    with pytest.raises(ConfigurationError, match="in use by another run"):
+        prepare(arguments)
+    assert start.lock is not None
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--run-dir is empty"):
+        prepare(Arguments().replace(run_dir=""))
