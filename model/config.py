@@ -7,6 +7,7 @@ Source: the published configurations and DeepSeek's modelling code (docstrings n
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -32,6 +33,16 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "rope_interleave": (True, None),
 }
+
+# What `n_routed_experts: null` means, as in DeepSeek's own code: every layer is dense. No other value here takes part.
+_DENSE: dict[str, Any] = {
+    "n_routed_experts": 1,
+    "n_shared_experts": 0,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_DENSE |= {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "moe_intermediate_size": 1}
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -148,12 +159,17 @@ class DeepSeekConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> DeepSeekConfig:
         """From the keys of a `config.json`, in DeepSeek's form or as transformers 5 writes it.
 
-        Raises ValueError for another model type, for missing keys (all at once), and as `validate` does.
+        `n_routed_experts: null` is a model without experts. Raises ValueError for another model type, for missing keys
+        (all at once), for a key that misspells one of these, and as `validate` does.
         """
         given = {_ALIASES.get(name, name): value for name, value in values.items()}
         model_type = given.get("model_type")
         if model_type not in ROUTERS:
             raise ValueError(f"model_type {model_type!r} isn't a DeepSeek model: give one of {', '.join(ROUTERS)}")
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.name != "extra"}
+        for key in sorted(given.keys() - fields.keys()):
+            if near := difflib.get_close_matches(key, sorted(fields.keys() - given.keys()), n=1, cutoff=0.85):
+                raise ValueError(f"unknown key {key}: did you mean {near[0]}?")
         for name, allowed in _FIXED.items():
             if name in given and given[name] not in allowed:
                 raise ValueError(f"{name} {given[name]!r} isn't supported by this model: set it to {allowed[0]!r}")
@@ -173,7 +189,14 @@ class DeepSeekConfig:
             given["num_nextn_predict_layers"] = 0
         given.update(_read_rope(given))
 
-        fields = {f.name: f for f in dataclasses.fields(cls) if f.name != "extra"}
+        if given.get("n_routed_experts", 1) is None:
+            given |= _DENSE | {"first_k_dense_replace": given.get("num_hidden_layers")}
+            if given["num_nextn_predict_layers"]:
+                raise ValueError(
+                    f"num_nextn_predict_layers {given['num_nextn_predict_layers']} needs experts, which a block of "
+                    "multi-token prediction has, and n_routed_experts is null: set one of them"
+                )
+
         required = [name for name, f in fields.items() if f.default is dataclasses.MISSING]
         if missing := [name for name in required if name not in given]:
             raise ValueError(f"missing keys: {', '.join(missing)}")

@@ -2,6 +2,7 @@
 
 Reads the documents and the syntax trees of the sources; imports the flags only, which need no torch. A table whose
 first column is headed "Megatron-LM" or "Planned" speaks there of what doesn't exist here, so that column isn't read.
+Documents in Chinese say what their English ones do: the same commands, names and numbers of rows, in the same order.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import pytest
 
 from training.arguments import GROUP_OF, Arguments
 from training.command_line import MEGATRON_ALIASES, from_yaml
+from training.megatron import instead_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     "README.md",
+    "README.zh-CN.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "configs/README.md",
@@ -29,7 +32,10 @@ ROOMS = ("kernels", "parallel", "model", "data", "planning", "training", "tools"
 # A path in a document begins with one of these; those of configs/README.md also with a directory beside it.
 TREES = (*ROOMS, "configs", "scripts", "docs", ".ci")
 FOREIGN_COLUMNS = ("Megatron-LM", "Planned")
-FOREIGN_PROGRAMS = ("pip", "ruff", "mypy")
+FOREIGN_PROGRAMS = ("pip", "ruff", "mypy", "tensorboard")
+# Read by torch, gloo and NCCL, not by us.
+FOREIGN_VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "TORCH_DISTRIBUTED_DEBUG")
+TRANSLATIONS = (("README.md", "README.zh-CN.md"), ("docs/quickstart.md", "docs/quickstart.zh-CN.md"))
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
@@ -79,7 +85,7 @@ def constants() -> frozenset[str]:
     files = [*(ROOT / "scripts").rglob("*.sh"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))]
     files.remove(Path(__file__).resolve())
     words = (re.findall(r"\b[A-Z][A-Z_]+\b", file.read_text(encoding="utf-8")) for file in files)
-    return frozenset(word for found in words for word in found)
+    return frozenset(FOREIGN_VARIABLES).union(*words)
 
 
 def readable(text: str) -> str:
@@ -99,7 +105,7 @@ def readable(text: str) -> str:
 def wrong_flags(code: str) -> Iterator[str]:
     """Flags that the program they are given to doesn't have; of a flag that stands alone, that nothing has."""
     tools = [file.stem for file in (ROOT / "tools").glob("*.py") if file.stem != "__init__"]
-    if any(re.search(rf"-m {program}\b", code) for program in FOREIGN_PROGRAMS):
+    if any(re.search(rf"(-m |^){program}\b", code) for program in FOREIGN_PROGRAMS):
         return
     if match := re.search(r"-m tools\.(\w+)", code):
         known, code = flags_of_tool(match[1]) if match[1] in tools else frozenset(), code[match.end() :]
@@ -184,6 +190,83 @@ def test_every_feature_that_works_names_its_test_or_says_there_is_none() -> None
     rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")][1:]
     assert rows and all(len(row) == 3 for row in rows)
     assert [row[0] for row in rows if not re.search(r"`tests/[\w/]+\.py`|no test", row[2])] == []
+
+
+def tables(document: str) -> Iterator[list[str]]:
+    """Rows of all tables of a document but their heads, each as its cells."""
+    head = True
+    for line in (ROOT / document).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("|"):
+            head = True
+        elif line.startswith("|---"):
+            head = False
+        elif not head:
+            yield [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_each_practice_names_what_to_do_its_test_and_its_effect() -> None:
+    rows = list(tables("docs/practices.md"))
+    asked = "zero offload|adaptive batch|seeds|nccl|mixed precision|no_sync|log analysis|backend rdma|data parallel"
+    asked += "|compression fusion|model and pipeline deepspeed|network storage"
+    practices = [row[0].lower() for row in rows]
+    for words in asked.split("|"):
+        assert any(all(word in practice for word in words.split()) for practice in practices), words
+    for practice, what, test, effect in rows:
+        assert re.search(r"`(--|[A-Z]{2}|RUN/|Gradient)", what), practice
+        assert re.search(r"`(tests/[\w/]+\.py|test_\w+)`", test), practice
+        assert effect, practice
+
+
+def test_the_megatron_table_agrees_with_what_the_command_line_answers() -> None:
+    rows = list(tables("docs/from-megatron.md"))
+    assert len(rows) > 40
+    for megatron, here in rows:
+        for flag in FLAG.findall(megatron):
+            line = instead_of(flag)
+            if flag in flags_of_run() or "preprocessing" in megatron:
+                continue  # of its own name, which here means something else
+            assert line is not None, f"{flag} is neither ours nor answered"
+            first, _, rest = line.partition(" ")
+            if first == "use":
+                assert set(FLAG.findall(rest)[:1]) <= set(FLAG.findall(here)), (flag, line, here)
+            elif line.startswith("the model's shape"):
+                key = re.search(r"--model: (\w+)", line)
+                assert key is not None and "`--model`" in here and key[1] in here, (flag, line, here)
+            elif line.startswith("leave it out"):
+                assert here.startswith("leave it out"), (flag, line, here)
+            elif line.startswith("not there yet"):
+                assert here.startswith("not yet"), (flag, line, here)
+
+
+def test_flags_of_the_same_name_are_megatrons() -> None:
+    text = (ROOT / "docs/from-megatron.md").read_text(encoding="utf-8")
+    section = text.split("## The same name")[1].split("`--moe-aux-loss-coeff`")[0]
+    lines = (ROOT / "tests/training/megatron_flags.txt").read_text(encoding="utf-8").splitlines()
+    megatrons = {f"--{name}" for line in lines if not line.startswith("#") for name in line.split()}
+    ours = {f"--{name.replace('_', '-')}" for name in GROUP_OF}
+    assert set(FLAG.findall(section)) == megatrons & ours
+
+
+def skeleton(document: str) -> list[str]:
+    """What a translation keeps: the level of headings, commands, YAML, code spans, links and pictures, in order.
+
+    Comments of commands and the words of the tree of files are translated; code spans of one line may change places.
+    """
+    text = (ROOT / document).read_text(encoding="utf-8")
+    kept = []
+    for language, body in FENCE.findall(text):
+        code = [re.sub(r"\s*#.*", "", line).rstrip() for line in body.splitlines()]
+        kept += [f"{language}: {line}" for line in code if language and line]
+    prose = FENCE.sub("", text)
+    kept += [f"heading {len(mark)}" for mark in re.findall(r"^(#+) ", prose, re.MULTILINE)]
+    kept += [f"row of {len(cells)}" for cells in tables(document)]
+    kept += sorted({f"span {span}" for span in re.findall(r"`([^`\n]+)`", prose)})
+    return kept + sorted(f"link {target.replace('.zh-CN', '')}" for target in re.findall(r"\]\(([^)]+)\)", prose))
+
+
+@pytest.mark.parametrize(("english", "chinese"), TRANSLATIONS)
+def test_chinese_documents_keep_step_with_the_english_ones(english: str, chinese: str) -> None:
+    assert skeleton(chinese) == skeleton(english)
 
 
 @pytest.mark.parametrize(

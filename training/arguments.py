@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -32,13 +32,17 @@ LayerList = Annotated[
     ),
 ]
 
+T = TypeVar("T")
+Unset = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
+"""A flag that has no value until one is given: its help says what happens then, not "default: None"."""
+
 
 @dataclass(frozen=True)
 class RunArguments:
     """Where the run lives and where its flags come from."""
 
-    config: str | None = None
-    """YAML file of flags, with dashes or underscores. The command line wins over it, it wins over the defaults."""
+    config: Unset[str] = None
+    """YAML file of flags, with dashes or underscores. The command line wins over it, and it over the defaults."""
     run_dir: str = "runs/default"
     """Directory of this run: config.yaml, metrics.jsonl, checkpoints/, tensorboard/, logs/."""
     resume: bool = False
@@ -53,15 +57,15 @@ class RunArguments:
 class ModelArguments:
     """What is trained."""
 
-    model: str | None = None
-    """The model: a Hugging Face config.json of type deepseek_v2 or deepseek_v3, such as configs/models/tiny_v3.json."""
-    init_method_std: float | None = None
+    model: Unset[str] = None
+    """Required: a Hugging Face config.json of type deepseek_v2 or deepseek_v3, such as configs/models/tiny_v3.json."""
+    init_method_std: Unset[float] = None
     """Standard deviation of initial weights; by default the model's initializer_range (DeepSeek-V3 used 0.006)."""
     mtp_loss_scaling_factor: float = 0.3
     """Weight λ of the multi-token-prediction loss: λ/D times the sum over D depths."""
     mtp_hidden: Literal["after-norm", "before-norm"] = "after-norm"
     """The hidden state that feeds MTP's first depth: after the final norm (Hugging Face, Megatron) or before it."""
-    aux_loss_alpha: float | None = None
+    aux_loss_alpha: Unset[float] = None
     """Weight of the sequence-wise balance loss; by default the model's. (Megatron: --moe-aux-loss-coeff)"""
     router_bias_update_rate: float = 0.001
     """Speed γ of the router bias that balances experts without a loss. (Megatron: --moe-router-bias-update-rate)"""
@@ -101,7 +105,7 @@ class TrainingArguments:
     """Numbers of weights and activations; bf16 keeps fp32 master weights and gradients."""
     recompute_granularity: Literal["none", "full"] = "none"
     """Activations kept for the backward pass: all, or only each layer's input (full recomputation)."""
-    deepspeed_config: str | None = None
+    deepspeed_config: Unset[str] = None
     """DeepSpeed's JSON file. Not supported yet: refused by name."""
     eval_interval: int = 100
     """Steps between validations; there is always one after the last step."""
@@ -121,9 +125,9 @@ class OptimizerArguments:
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Decay after warm-up. wsd (warm-up, stable, decay) holds the peak and decays in the last --lr-wsd-decay-iters."""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: Unset[int] = None
     """Step at which the minimum is reached; by default --train-iters."""
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: Unset[int] = None
     """Length of wsd's decay in steps."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of wsd's decay."""
@@ -150,11 +154,11 @@ class DataArguments:
     """The text that is trained on."""
 
     data_path: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx files by tools/preprocess_data.py or Megatron: one, or WEIGHT PREFIX WEIGHT PREFIX ..."""
+    """Required: prefix of .bin/.idx files by tools/preprocess_data.py or Megatron, or WEIGHT PREFIX WEIGHT PREFIX."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
-    tokenizer_model: str | None = None
-    """SentencePiece model that made the data."""
+    tokenizer_model: Unset[str] = None
+    """SentencePiece model that made the data; the next three flags need it, for the token at a document's end."""
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of document."""
     reset_attention_mask: bool = False
@@ -169,12 +173,12 @@ class DataArguments:
 class CheckpointArguments:
     """Saving and loading."""
 
-    save: str | None = None
+    save: Unset[str] = None
     """Directory of checkpoints; by default RUN/checkpoints."""
-    load: str | None = None
-    """Directory of another run's checkpoints to start from."""
-    save_interval: int | None = None
-    """Steps between checkpoints; there is always one after the last step."""
+    load: Unset[str] = None
+    """Directory of another run's checkpoints: start from the newest one in it, at its step."""
+    save_interval: Unset[int] = None
+    """Steps between checkpoints; by default there is only the one after the last step, which is always there."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +187,9 @@ class LoggingArguments:
 
     log_interval: int = 10
     """Steps between lines of progress where the terminal can't show a bar."""
-    tensorboard_dir: str | None = None
+    tensorboard_dir: Unset[str] = None
     """Directory of TensorBoard's files; by default RUN/tensorboard."""
-    peak_tflops: float | None = None
+    peak_tflops: Unset[float] = None
     """Dense peak TFLOP/s of one device, for MFU; by default looked up for known GPUs."""
 
 
@@ -193,7 +197,7 @@ class LoggingArguments:
 class DistributedArguments:
     """Process groups and gradient communication."""
 
-    distributed_backend: Literal["nccl", "gloo"] | None = None
+    distributed_backend: Unset[Literal["nccl", "gloo"]] = None
     """By default $TORCH_DISTRIBUTED_BACKEND, else nccl where there is a GPU and gloo where there isn't."""
     distributed_timeout_minutes: float = 10.0
     """A collective that waits longer ends the run."""

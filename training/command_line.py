@@ -24,6 +24,7 @@ import yaml
 
 from training.arguments import GROUP_OF, Arguments, layers_from_text
 from training.failures import ConfigurationError
+from training.megatron import EXACT, instead_of, nearly
 
 MEGATRON_ALIASES = {
     "moe_aux_loss_coeff": "aux_loss_alpha",
@@ -35,7 +36,8 @@ MEGATRON_ALIASES = {
 def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Arguments:
     """Arguments from the command line (default: sys.argv), over the YAML of `--config`, over the defaults.
 
-    Raises ConfigurationError for unknown flags (with the closest known one) and for values of another type.
+    Raises ConfigurationError for unknown flags, with what Megatron's are here or the closest one, and for values of
+    another type.
     `--help` prints and raises SystemExit(0).
     """
     environ = os.environ if environ is None else environ
@@ -51,10 +53,14 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None =
 
 
 def to_yaml(arguments: Arguments) -> str:
-    """All flags as flat YAML, a comment before each group; `from_yaml` gives back an equal object."""
+    """All flags as flat YAML, a comment before each group; `from_yaml` gives back an equal object.
+
+    `--config` isn't among them: what its file said is.
+    """
     parts = []
     for group in dataclasses.fields(arguments):
         values = dataclasses.asdict(getattr(arguments, group.name))
+        values.pop("config", None)
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         parts.append(f"# {group.name}\n" + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
     return "\n".join(parts)
@@ -78,7 +84,9 @@ def from_yaml(text: str, source: str = "YAML") -> Arguments:
     for key, value in content.items():
         name = _field_name(str(key))
         if name not in GROUP_OF:
-            errors.append(f"{source}: unknown key {key!r}{_closest(name, '')}")
+            errors.append(f"{source}: {_unknown(str(key), '')}")
+        elif name == "config" and value is not None:
+            errors.append(f"{source}: config {value!r}: a file of flags doesn't read another one; copy its flags here")
         elif name in values:
             errors.append(f"{source}: {name} is given twice, last as {key!r}: keep one")
         else:
@@ -100,29 +108,48 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _closest(name: str, prefix: str = "--") -> str:
-    dash = "-" if prefix else "_"
-    near = difflib.get_close_matches(name, [*GROUP_OF, *MEGATRON_ALIASES], n=1)
-    return f": did you mean {prefix}{near[0].replace('_', dash)}?" if near else ": see --help for those there are"
+def _unknown(flag: str, dashes: str = "--") -> str:
+    """What to say of a flag that doesn't exist: the closest one, or what it is here where another program has it.
+
+    `dashes` is "--" on the command line and "" in YAML.
+    """
+    name = flag.lstrip("-").replace("_", "-")
+    ours = [known.replace("_", "-") for known in (*GROUP_OF, *MEGATRON_ALIASES)]
+    line = EXACT.get(name)
+    # A slip of one of ours comes before a family of foreign names: --moe-aux-loss-coef isn't just any --moe-*.
+    near = [] if line else difflib.get_close_matches(name, ours, n=1, cutoff=0.9)
+    if line := line or (None if near else instead_of(name)):
+        return f"{flag}: {line}"
+    if not near and (foreign := nearly(name)):
+        return f"{flag} ({dashes}{foreign}?): {instead_of(foreign)}"
+    near = near or difflib.get_close_matches(name, ours, n=1)
+    told = f"did you mean {dashes}{near[0]}?" if near else "see --help for all"
+    return f"unknown flag {flag}: {told}" if dashes else f"unknown key {flag!r}: {told.replace('-', '_')}"
 
 
 def _with_known_flags(argv: Sequence[str]) -> list[str]:
-    """`argv` with every flag in its canonical spelling. Raises ConfigurationError that lists the unknown ones."""
+    """`argv` with every flag in its canonical spelling. Raises ConfigurationError that lists what isn't right."""
     words, errors = [], []
-    for word in argv:
+    for place, word in enumerate(argv):
         flag, equals, value = word.partition("=")
         if not re.match(r"--?[A-Za-z]", flag) or flag in ("-h", "--help"):  # a value, which may be negative
             words.append(word)
             continue
         name = _field_name(flag)
-        negated = name.removeprefix("no_")
-        if flag.startswith("--") and (name in GROUP_OF or _DECLARED.get(negated) is bool):
-            words.append(_flag(name) + equals + value)
+        switch = name.removeprefix("no_")
+        if not flag.startswith("--") or not (name in GROUP_OF or _DECLARED.get(switch) is bool):
+            errors.append(_unknown(flag))
+        elif _DECLARED.get(switch) is bool and (equals or _is_truth(argv[place + 1 : place + 2])):
+            errors.append(f"{flag} takes no value: {_flag(switch)} turns it on, {_flag('no_' + switch)} off")
         else:
-            errors.append(f"unknown flag {flag}{_closest(name)}")
+            words.append(_flag(name) + equals + value)
     if errors:
         raise ConfigurationError(*errors)
     return words
+
+
+def _is_truth(following: Sequence[str]) -> bool:
+    return bool(following) and following[0].lower() in ("true", "false", "yes", "no", "on", "off", "0", "1")
 
 
 def _value_of(flag: str, words: Sequence[str]) -> str | None:
@@ -153,7 +180,7 @@ def _run_tyro(words: Sequence[str], default: Arguments) -> Arguments:
                 args=list(words),
                 default=default,
                 prog="pretrain_deepseek.py",
-                description="Pretrain a DeepSeek-V2/V3 model on one device or many. Flags are named as in Megatron-LM.",
+                description="Pretrain DeepSeek-V2/V3. Flags are Megatron-LM's: see docs/from-megatron.md.",
                 config=(),
             )
     except SystemExit as error:

@@ -1,7 +1,8 @@
 """What is measured in a step and where it is written: metrics.jsonl, TensorBoard, and the meter of speed and memory.
 
 Imports nothing of ours. One rank writes (decision 9). A record maps names to numbers: step, loss, valid_loss, lr,
-grad_norm, tokens, step_seconds, tokens_per_second, tflops_per_device, mfu, peak_memory_gib and whatever else is known.
+grad_norm, tokens, step_seconds, tokens_per_second, tflops_per_device, mfu, peak_memory_gib, memory_share and whatever
+else is known.
 """
 
 from __future__ import annotations
@@ -60,21 +61,44 @@ def _end_of_step(path: Path, step: int) -> int:
     return end
 
 
-# TensorBoard sorts groups by name. Its first page answers: does it learn, how fast is it, does it fit.
+# TensorBoard sorts groups by name and opens the first ones: a group answers one question, and the first three have few
+# charts, so that they fit on one page. A record's names that have no place here go to "5_more".
 _TAGS = {
     "loss": "1_learn/loss",
-    "valid_loss": "1_learn/validation_loss",
-    "bigram_loss": "1_learn/validation_loss_of_bigrams",
-    "mtp_loss": "1_learn/mtp_loss",
-    "aux_loss": "1_learn/balance_loss",
-    "grad_norm": "1_learn/gradient_norm",
-    "lr": "1_learn/learning_rate",
+    "valid_loss": "1_learn/loss_validation",
+    "bigram_loss": "1_learn/loss_validation_of_bigrams",
+    "grad_norm": "1_learn/norm_of_gradient",
     "tokens_per_second": "2_speed/tokens_per_second",
     "step_seconds": "2_speed/step_seconds",
+    "grad_reduce_exposed_seconds": "2_speed/step_seconds_waiting_for_gradients",
     "tflops_per_device": "2_speed/model_tflops_per_device",
     "mfu": "2_speed/mfu",
-    "peak_memory_gib": "3_memory/peak_gib",
+    "peak_memory_gib": "3_fit/memory_peak_gib",
+    "memory_share": "3_fit/memory_share",
+    "lr": "4_detail/learning_rate",
+    "mtp_loss": "4_detail/loss_of_mtp",
+    "aux_loss": "4_detail/loss_of_balance",
+    "expert_max_violation": "4_detail/expert_max_violation",
+    "tokens": "4_detail/tokens",
+    "loss_tokens": "4_detail/tokens_with_loss",
 }
+_CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "does it learn": {
+        "loss, validation, bigram model": ("loss", "valid_loss", "bigram_loss"),
+        "gradient norm": ("grad_norm",),
+    },
+    "how fast is it": {
+        "tokens per second": ("tokens_per_second",),
+        "seconds of a step, and of it waiting for gradients": ("step_seconds", "grad_reduce_exposed_seconds"),
+        "model TFLOP/s of a device": ("tflops_per_device",),
+        "share of the peak (MFU)": ("mfu",),
+    },
+    "does it fit": {
+        "peak memory of the fullest rank, GiB": ("peak_memory_gib",),
+        "share of the memory there is": ("memory_share",),
+    },
+}
+"""Charts of TensorBoard's page "Custom Scalars": question -> title -> names of a record that share the chart."""
 
 
 class TensorBoard:
@@ -86,12 +110,16 @@ class TensorBoard:
         self._writer = SummaryWriter(
             str(directory), purge_step=resumed_step + 1 if resumed_step else None, flush_secs=10
         )
+        self._has_charts = False
 
     def write(self, record: Record) -> None:
-        """Show every number of `record` at its step; names that have no place of their own go to "4_more"."""
+        """Show every number of `record` at its step; names that have no place of their own go to "5_more"."""
+        if not self._has_charts:
+            self._writer.add_custom_scalars(_charts(record))
+            self._has_charts = True
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(_TAGS.get(name, f"4_more/{name}"), value, record["step"])
+                self._writer.add_scalar(_TAGS.get(name, f"5_more/{name}"), value, record["step"])
 
     def text(self, name: str, text: str) -> None:
         """Show `text` as it is, in a fixed-width font, under `name`: the configuration."""
@@ -99,6 +127,18 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _charts(record: Record) -> dict[str, dict[str, list[Any]]]:
+    """The layout of Custom Scalars without charts that would stay empty: none of their names is in the first record."""
+    return {
+        question: {
+            title: ["Multiline", [f"^{_TAGS[name]}$" for name in names]]
+            for title, names in charts.items()
+            if any(name in record for name in names)
+        }
+        for question, charts in _CHARTS.items()
+    }
 
 
 # Dense bf16 TFLOP/s, from NVIDIA's data sheets. A name is matched word by word; the first row that fits counts.
@@ -156,6 +196,8 @@ class Meter:
         }
         if self._peak_tflops:
             measured["mfu"] = tflops / self._peak_tflops
+        if (share := memory_share(self._device)) is not None:
+            measured["memory_share"] = share
         return measured
 
 
@@ -165,3 +207,18 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def memory_share(device: torch.device) -> float | None:
+    """How full the memory is, 0 to 1: what this rank's allocator took of its GPU at most, or what all processes of the
+    host hold of its memory now. None on a CPU host that isn't Linux.
+    """
+    if device.type == "cuda":
+        # Reserved rather than allocated: what fragmentation wastes makes a run fail too.
+        return torch.cuda.max_memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+    return 1 - kib["MemAvailable"] / kib["MemTotal"]

@@ -154,11 +154,11 @@ class Trainer:
         """
         loads = result.expert_loads.double()
         violation = (loads.amax(-1) / loads.mean(-1) - 1).amax() if loads.numel() else loads.new_full((), -1.0)
-        memory = torch.tensor(measured["peak_memory_gib"], dtype=torch.float64, device=self.mesh.device)
-        worst = torch.stack([violation, memory])
+        memory = [measured["peak_memory_gib"], measured.get("memory_share", -1.0)]
+        worst = torch.cat([violation[None], torch.tensor(memory, dtype=torch.float64, device=self.mesh.device)])
         all_reduce_(worst, self.mesh.world, op="max")
-        violated, peak = worst.tolist()
-        measured = measured | {"peak_memory_gib": peak}
+        violated, peak, share = worst.tolist()
+        measured = measured | {"peak_memory_gib": peak} | ({"memory_share": share} if share >= 0 else {})
         return measured if violated < 0 else measured | {"expert_max_violation": violated}
 
     def _validate(self) -> dict[str, float]:

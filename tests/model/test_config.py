@@ -57,6 +57,47 @@ def test_layers_with_experts_follow_dense_first_and_frequency() -> None:
     assert [i for i in range(62) if not v3.is_moe_layer(i)] == [0, 1, 2]
 
 
+def test_a_model_without_experts_needs_none_of_their_keys() -> None:
+    experts = ["n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "first_k_dense_replace"]
+    experts += ["norm_topk_prob", "routed_scaling_factor", "moe_intermediate_size", "moe_layer_freq"]
+    dense = dict.fromkeys(experts, REMOVE) | {"n_routed_experts": None, "num_nextn_predict_layers": 0}
+    for name in ("tiny_v3", "tiny_v2"):
+        config = DeepSeekConfig.from_dict(values_of(name, **dense))
+        assert not any(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
+        assert DeepSeekConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ValueError, match="num_nextn_predict_layers 1 needs experts"):
+        DeepSeekConfig.from_dict(values_of("tiny_v3", **dense | {"num_nextn_predict_layers": 1}))
+    with pytest.raises(ValueError, match="missing keys: .*n_routed_experts"):  # forgotten is another thing than null
+        DeepSeekConfig.from_dict(values_of("tiny_v3", **dense | {"n_routed_experts": REMOVE}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("n_groups", "n_group"),
+        ("hiden_size", "hidden_size"),
+        ("num_nextn_predict_layer", "num_nextn_predict_layers"),
+        ("aux_loss_alfa", "aux_loss_alpha"),
+        ("num_experts_per_token", "num_experts_per_tok"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_right_one(wrong: str, right: str) -> None:
+    values = {key: value for key, value in values_of("tiny_v3").items() if key != right} | {wrong: 2}
+    with pytest.raises(ValueError, match=f"unknown key {wrong}: did you mean {right}[?]"):
+        DeepSeekConfig.from_dict(values)
+
+
+def test_keys_that_nobody_here_knows_are_kept() -> None:
+    others = {
+        "torch_dtype": "bfloat16",
+        "head_dim": 64,
+        "qk_head_dim": 96,
+        "router_aux_loss_coef": 0.1,
+        "use_cache": True,
+    }
+    assert others.items() <= DeepSeekConfig.from_dict(values_of("tiny_v3", **others)).extra.items()
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_both_rope_forms_give_the_same_configuration(name: str) -> None:
     old = values_of(name)

@@ -38,6 +38,19 @@ def test_help_names_every_flag_and_never_imports_torch() -> None:
     print("--help:", done.stderr)
     missing = [name for name in GROUP_OF if "--" + name.replace("_", "-") not in done.stdout]
     assert not missing
+    assert "None" not in done.stdout  # what happens without a value is said in words
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_help_fits_the_terminal_and_is_grouped(columns: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setenv("COLUMNS", str(columns))
+        parse(["--help"], {})
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines()) <= columns
+    titles = [f" {group} options " for group in vars(Arguments())]
+    assert sorted(text.index(title) for title in titles) == [text.index(title) for title in titles]
 
 
 def test_validation_needs_no_torch() -> None:
@@ -60,6 +73,13 @@ def test_switches_can_be_turned_both_ways() -> None:
     assert parsed("--no-overlap-grad-reduce").distributed.overlap_grad_reduce is False
     assert parsed("--no_overlap_grad_reduce", "--overlap_grad_reduce").distributed.overlap_grad_reduce is True
     assert parsed("--eod-mask-loss").data.eod_mask_loss is True
+
+
+@pytest.mark.parametrize("words", [["--overlap-grad-reduce", "false"], ["--overlap_grad_reduce=False"], ["--resume=1"]])
+def test_a_switch_with_a_value_is_told_its_two_forms(words: list[str]) -> None:
+    switch = words[0].partition("=")[0].replace("_", "-")
+    text = refused(*words)
+    assert "takes no value" in text and f"{switch} turns it on, --no-{switch[2:]} off" in text
 
 
 def test_lists() -> None:
@@ -128,6 +148,16 @@ def test_yaml_errors_are_shown_together_with_file_key_and_closest_flag() -> None
     assert "x.yaml: overwrite must be true or false, not 1" in text
     assert "x.yaml: seq_length is given twice" in text
     assert len(caught.value.errors) == 5
+
+
+def test_a_file_of_flags_that_names_another_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="x.yaml: config 'base.yaml': a file of flags doesn't read another"):
+        from_yaml("config: base.yaml\nlr: 1\n", source="x.yaml")
+    (tmp_path / "run.yaml").write_text("lr: 0.5\n")
+    arguments = parsed("--config", str(tmp_path / "run.yaml"))
+    (tmp_path / "config.yaml").write_text(to_yaml(arguments))  # what a run writes can be given to the next one
+    again = parsed("--config", str(tmp_path / "config.yaml"))
+    assert again == arguments.replace(config=again.run.config)
 
 
 @pytest.mark.parametrize("text", ["- lr", "lr: [", "lr: {a: 1}", "train_iters: null", "train_iters: true"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import time
 import types
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 import training.metrics
-from training.metrics import Meter, MetricsFile, TensorBoard, known_peak_tflops, peak_memory_bytes
+import training.trainer
+from training.metrics import Meter, MetricsFile, TensorBoard, known_peak_tflops, memory_share, peak_memory_bytes
 
 
 def steps(path: Path) -> list[int]:
@@ -59,11 +61,16 @@ def test_a_run_that_starts_anew_has_an_empty_file(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1, "loss": 3.0}\n'
 
 
-def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+def events_of(directory: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(directory))
     events.Reload()
+    return events
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    events = events_of(directory)
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
@@ -71,14 +78,54 @@ def test_tensorboard_groups_answer_questions_and_lose_nothing(tmp_path: Path) ->
     board = TensorBoard(tmp_path)
     record = {"step": 4, "loss": 2.0, "tokens_per_second": 10, "peak_memory_gib": 0.5, "own": 1.0, "note": "text"}
     board.write(record)
-    board.text("configuration", "lr: 1\n<b>")
     board.close()
     assert scalars(tmp_path) == {
         "1_learn/loss": [(4, 2.0)],
         "2_speed/tokens_per_second": [(4, 10.0)],
-        "3_memory/peak_gib": [(4, 0.5)],
-        "4_more/own": [(4, 1.0)],
+        "3_fit/memory_peak_gib": [(4, 0.5)],
+        "5_more/own": [(4, 1.0)],
     }
+
+
+def test_the_configuration_is_shown_as_it_is(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path)
+    board.text("configuration", "lr: 1\n<b>")
+    board.close()
+    (tensor,) = events_of(tmp_path).Tensors("configuration/text_summary")
+    assert tensor.tensor_proto.string_val[0].decode() == "    lr: 1\n    <b>"
+
+
+def test_one_page_of_tensorboard_answers_learning_speed_and_memory(tmp_path: Path) -> None:
+    """Its charts name tags that exist, several curves share one, and none is empty where a measurement is missing."""
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    board = TensorBoard(tmp_path)
+    first = {"loss": 5.0, "grad_norm": 1.0, "tokens_per_second": 9.0, "step_seconds": 1.0, "tflops_per_device": 0.1}
+    board.write({"step": 1, **first, "peak_memory_gib": 0.5, "memory_share": 0.25})
+    board.write({"step": 2, "loss": 4.0, "valid_loss": 4.5, "bigram_loss": 4.2, "grad_reduce_exposed_seconds": 0.1})
+    board.close()
+    (tensor,) = events_of(tmp_path).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(tensor.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == ["does it learn", "how fast is it", "does it fit"]
+    charts = [[tag.strip("^$") for tag in chart.multiline.tag] for page in layout.category for chart in page.chart]
+    assert sorted(tag for chart in charts for tag in chart) == sorted(scalars(tmp_path))
+    assert charts[0] == ["1_learn/loss", "1_learn/loss_validation", "1_learn/loss_validation_of_bigrams"]
+
+
+def test_everything_that_a_step_measures_has_a_place_of_its_own(tmp_path: Path) -> None:
+    """Read from the trainer's source: a new name of a record without a tag would hide in "5_more"."""
+    names = {"step_seconds", "tokens_per_second", "tflops_per_device", "mfu"}  # Meter's
+    names |= {"valid_loss", "bigram_loss", "memory_share", "peak_memory_gib", "expert_max_violation"}
+    source = ast.parse(Path(training.trainer.__file__).read_text())
+    (step,) = (x for x in ast.walk(source) if isinstance(x, ast.FunctionDef) and x.name == "_step")
+    keys = (node.keys for node in ast.walk(step) if isinstance(node, ast.Dict))
+    names |= {key.value for found in keys for key in found if isinstance(key, ast.Constant)} - {"step"}
+    assert {"loss", "mtp_loss", "aux_loss", "lr", "tokens"} <= names
+    board = TensorBoard(tmp_path)
+    board.write({"step": 1, **dict.fromkeys(names, 1.0)})
+    board.close()
+    assert len(scalars(tmp_path)) == len(names)
+    assert [tag for tag in scalars(tmp_path) if tag.startswith("5_more")] == []
 
 
 def test_tensorboard_hides_steps_that_a_resumed_run_repeats(tmp_path: Path) -> None:
@@ -146,3 +193,18 @@ def test_peak_memory_of_a_cpu_rank_is_the_processs_in_bytes(monkeypatch: pytest.
     monkeypatch.setattr(training.metrics.resource, "getrusage", lambda who: usage)
     assert peak_memory_bytes(cpu) == 3 * 2**30
     assert Meter(1.0, 1, cpu).stop(1)["peak_memory_gib"] == pytest.approx(3.0)
+
+
+def test_memory_share_of_a_cpu_host_is_what_isnt_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "MemTotal:       8000 kB\nMemFree:         500 kB\nMemAvailable:   6000 kB\nHugePages_Total:       0\n"
+    monkeypatch.setattr(training.metrics.Path, "read_text", lambda self, encoding: told)
+    assert memory_share(torch.device("cpu")) == pytest.approx(0.25)
+    assert Meter(1.0, 1, torch.device("cpu")).stop(1)["memory_share"] == pytest.approx(0.25)
+
+
+def test_without_knowledge_of_the_hosts_memory_there_is_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(self: Path, encoding: str) -> str:
+        raise FileNotFoundError(self)
+
+    monkeypatch.setattr(training.metrics.Path, "read_text", missing)
+    assert "memory_share" not in Meter(1.0, 1, torch.device("cpu")).stop(1)
