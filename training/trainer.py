@@ -6,6 +6,7 @@ metrics, TensorBoard and the terminal; every rank logs to its own file.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import math
@@ -66,7 +67,6 @@ class Trainer:
         self.meter = Meter(
             flops_per_token(config, training.seq_length), mesh.world_size, mesh.device, arguments.logging.peak_tflops
         )
-
         self.communication = self._communication_watch()
 
     def run(self) -> None:
@@ -79,6 +79,9 @@ class Trainer:
         if board is not None:
             board.text("configuration", to_yaml(self.arguments))
         interval = self.arguments.logging.log_interval
+        # What exists now lives to the end: without it, collections of garbage took 6 % of a small model's step.
+        gc.collect()
+        gc.freeze()
         try:
             with Progress(last, self.done.step, interval, enabled=self.writes) as progress:
                 for step in range(self.done.step + 1, last + 1):
@@ -94,6 +97,7 @@ class Trainer:
                     if step == last or (checkpoints.save_interval and step % checkpoints.save_interval == 0):
                         self._save()
         finally:
+            gc.unfreeze()
             self.train_batches.close()
             if metrics is not None and board is not None:
                 metrics.close()
