@@ -15,7 +15,7 @@ import sys
 from datetime import timedelta
 
 from training.command_line import parse
-from training.failures import ConfigurationError, FailureReport
+from training.failures import ConfigurationError, FailureReport, leave
 from training.validate import read_model_config, validate
 
 
@@ -88,3 +88,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

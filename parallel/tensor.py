@@ -132,4 +132,7 @@ class VocabularyParallelHead(nn.Module):
 
     def forward(self, x_sbh: torch.Tensor) -> torch.Tensor:
         x_sbh = gather_sequence(x_sbh, self.tp)
-        return F.linear(x_sbh, self.weight[: self.valid.stop - self.valid.start])
+        rows = self.valid.stop - self.valid.start
+        # A slice's gradient is a whole weight of zeros first: only where there is padding.
+        weight = self.weight if rows == self.weight.shape[0] else self.weight[:rows]
+        return F.linear(x_sbh, weight)

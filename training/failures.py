@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
 
@@ -147,13 +147,7 @@ class FailureReport:
         self._exit(EXIT_INTERRUPTED if interrupted else EXIT_TERMINATED)
 
     def _exit(self, code: int) -> None:
-        for handler in logging.getLogger().handlers:
-            with contextlib.suppress(Exception):
-                handler.flush()
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        # Not sys.exit: threads and pending collectives would keep the process, and with it every peer, alive.
-        os._exit(code)
+        leave(code)
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(Exception):
@@ -243,6 +237,21 @@ class FailureReport:
         os.register_at_fork(after_in_child=release_child)
         threading.Thread(target=watch, name="signal-watcher", daemon=True).start()
         self._restore.callback(restore)
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End the process now, what was said and logged being out.
+
+    Not sys.exit: threads and pending collectives would keep a failing process, and with it every peer, alive; and at a
+    good end Python takes seconds to take torch's modules apart, on every rank.
+    """
+    for handler in logging.getLogger().handlers:
+        with contextlib.suppress(Exception):
+            handler.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def first_error(logs: Path) -> dict[str, Any] | None:
