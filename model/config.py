@@ -189,6 +189,8 @@ class DeepSeekConfig:
             given["num_nextn_predict_layers"] = 0
         given.update(_read_rope(given))
 
+        if given.get("n_shared_experts", 0) is None:
+            given["n_shared_experts"] = 0
         if given.get("n_routed_experts", 1) is None:
             given |= _DENSE | {"first_k_dense_replace": given.get("num_hidden_layers")}
             if given["num_nextn_predict_layers"]:

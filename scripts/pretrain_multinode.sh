@@ -78,7 +78,8 @@ choose_run_directory() {
 
 # Whether it goes on or starts anew, known before anything is prepared. The program checks again, with every flag read.
 say_how_it_starts() {
-  local checkpoints=$RUN_DIR/checkpoints asked="" config
+  local checkpoints=$RUN_DIR/checkpoints asked="" config held
+  held=$(PYTHONPATH=$ROOT "$BASE_PYTHON" -m training.run_lock "$RUN_DIR" 2>&1) || die "$held"
   if has_flag save; then checkpoints=$(flag_value save); fi
   config=$(flag_value config)
   if has_flag resume || { [[ -f $config ]] && grep -Eiq '^ *resume *: *(true|yes|on)\b' "$config"; }; then

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from training.run_lock import RunLock
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "pretrain_multinode.sh"
 SETTINGS = sorted((ROOT / "scripts" / "env").glob("*.sh"))
@@ -58,6 +60,17 @@ def test_an_earlier_run_is_refused_before_anything_is_prepared(tmp_path: Path) -
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     code, said = call(RUN_DIR=str(tmp_path), PREPARE="1")
     assert code == 1 and "--resume goes on with it, --overwrite moves it aside" in said and len(said.splitlines()) == 1
+
+
+def test_a_directory_that_a_run_is_using_is_refused_with_its_process_before_its_logs_are_touched(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    held = RunLock.acquire(tmp_path / "lock")
+    code, said = call("--resume", RUN_DIR=str(tmp_path))
+    assert code == 1 and f"is in use by another run (process {os.getpid()} on host" in said
+    assert len(said.splitlines()) == 1 and not (tmp_path / "logs").exists()
+    held.release()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.lib.coordination import only_different
 from scripts.lib.memory import GIB, PER_PROCESS, available, shortage
 from scripts.lib.nodes import interface_of
 from scripts.lib.tensorboard import next_free
@@ -120,12 +121,17 @@ def test_a_consequence_waits_for_the_cause_on_another_node(start: Callable[..., 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_killed_node_is_named_by_the_other(start: Callable[..., Node], tmp_path: Path, gone: int) -> None:
     port = free_port()
-    nodes = [start(rank, port, f"touch {tmp_path}/started_{rank}; exec sleep 60") for rank in (0, 1)]
+    nodes = [start(rank, port, f"echo $$ > {tmp_path}/started_{rank}; exec sleep 60") for rank in (0, 1)]
     for rank in (0, 1):
         wait_for(tmp_path / f"started_{rank}")
     nodes[gone].process.kill()
     code, said = nodes[1 - gone].end(10)
     assert code == 1 and f"node {gone} (" in said and "has gone: its connection " in said
+    for rank in (0, 1):  # what the killed one had started doesn't go on unwatched either
+        process, deadline = Path("/proc") / (tmp_path / f"started_{rank}").read_text().strip(), time.monotonic() + 10
+        while process.exists() and "zombie" not in (process / "status").read_text():
+            assert time.monotonic() < deadline, f"the command of node {rank} is still running"
+            time.sleep(0.1)
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])
@@ -173,6 +179,25 @@ def test_a_taken_port_and_a_foreign_address_are_refused_at_once(start: Callable[
     assert code == 1 and "MASTER_ADDR 192.0.2.1 isn't an address of this host" in said
 
 
+def test_an_address_where_something_else_answers_is_told_from_a_dead_node_0(start: Callable[..., Node]) -> None:
+    with socket.create_server(("", 0)) as other:
+        node = start(1, other.getsockname()[1], "true")
+        connection, _ = other.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+            code, said = node.end(10)
+    assert code == 1 and "isn't node 0" in said and "check MASTER_ADDR and MASTER_PORT" in said
+    code, said = start(0, free_port(), "true", address="nosuch.invalid").end(10)
+    assert code == 1 and "MASTER_ADDR nosuch.invalid is no known host name" in said
+
+
+def test_of_two_long_values_only_what_differs_is_shown() -> None:
+    common = "--train-iters 10 --model tiny.json --seed 3"
+    assert only_different(f"{common} --lr 1 --split 9,1", f"{common} --lr 2 --split 9,1") == ("… --lr 1", "… --lr 2")
+    assert only_different(f"{common} --bf16", common) == ("… 3 --bf16", "… 3")
+    assert only_different("2", "3") == ("2", "3")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -210,6 +235,10 @@ def test_strangers_are_sent_away_and_the_run_goes_on(start: Callable[..., Node])
         try:
             with socket.create_connection(("127.0.0.1", port)) as scanner:
                 scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            for half in ({}, {"node": 1, "host": "b", "same": []}, {"node": "1", "host": "b", "same": {}}, {"node": 1}):
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    hello = {"kind": "hello", "greeting": "pretrain-deepseek nodes 1"} | half
+                    stranger.sendall(json.dumps(hello).encode() + b"\n")
             break
         except ConnectionRefusedError:
             assert time.monotonic() < deadline

@@ -1,6 +1,7 @@
 """One run at a time in a run directory: a lock that ends with its process, however that ends.
 
-May import the standard library only. The kernel holds the lock (flock), on Linux also across hosts on NFS.
+`python -m training.run_lock RUN` says who holds it. May import the standard library only. The kernel holds the lock
+(flock), on Linux also across hosts on NFS.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -42,6 +44,16 @@ class RunLock:
         os.pwrite(descriptor, text.encode(), 0)
         return cls(descriptor)
 
+    @classmethod
+    def holder_of(cls, file: Path) -> None:
+        """Raises BlockingIOError, naming the holder, where a process has the lock; changes nothing."""
+        with file.open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.EACCES):
+                    raise BlockingIOError(_holder(lock.fileno())) from error
+
     def release(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -58,3 +70,12 @@ def _holder(descriptor: int) -> str:
         return f"process {told['pid']} on host {told['host']}, since {since}"
     except (OSError, ValueError, KeyError, TypeError):  # it has the lock and hasn't written yet
         return "another process"
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1]) / "lock"
+    try:
+        if place.exists():
+            RunLock.holder_of(place)
+    except BlockingIOError as held:
+        sys.exit(f"{sys.argv[1]} is in use by another run ({held}): end that, wait for it, or choose another RUN_DIR")

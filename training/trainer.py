@@ -184,7 +184,9 @@ class Trainer:
         # Rank 0 decides: a rank that sees another newest one, or none, must not go another way.
         path = gather_objects(path, self.mesh.world)[0]
         if path is None and self.arguments.checkpoint.load:
-            path = gather_objects(checkpoint.newest(Path(self.arguments.checkpoint.load)), self.mesh.world)[0]
+            load = Path(self.arguments.checkpoint.load)  # a run's directory, or its checkpoints'
+            found = checkpoint.newest(load) or checkpoint.newest(load / "checkpoints")
+            path = gather_objects(found, self.mesh.world)[0]
             if path is None:
                 raise ConfigurationError(f"--load {self.arguments.checkpoint.load} holds no complete checkpoint")
         if path is None:

@@ -133,10 +133,12 @@ class Coordinator:
     """
 
     def __init__(self, address: str, port: int, nnodes: int, same: Mapping[str, str], start_timeout: float) -> None:
-        """Binds `port` (0: a free one). Raises ConnectionError where it is taken."""
+        """Binds `port` (0: a free one). Raises ConnectionError where it is taken, gaierror for an unknown address."""
         self._nnodes, self._same, self._start_timeout = nnodes, dict(same), start_timeout
         try:
             self._listener = listen(address, port)
+        except socket.gaierror:
+            raise
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise ConnectionError(f"port {port} of this host can't be opened: {describe(error)}") from error
@@ -148,6 +150,8 @@ class Coordinator:
         self._nodes: list[Node] = []
         self._began = self._told = time.monotonic()
         self._phase = "meeting"
+        self._own_node_came = False
+        self._end: dict[str, Any] = {}  # the message that ends the run, for nodes that come after it
         self._pending: tuple[float, Node] | None = None
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
@@ -165,7 +169,7 @@ class Coordinator:
 
     def _coordinate(self) -> None:
         over_at = None
-        while over_at is None or (self._nodes and time.monotonic() < over_at + LINGER):
+        while over_at is None or (self._is_wanted() and time.monotonic() < over_at + LINGER):
             for source in readable([self._listener, *(node.link for node in self._nodes)], 0.1):
                 if source is self._listener:
                     self._accept()
@@ -179,6 +183,10 @@ class Coordinator:
             self._decide()
             if self._phase == "over" and over_at is None:
                 over_at = time.monotonic()
+
+    def _is_wanted(self) -> bool:
+        """Whether there is someone to tell the end to: a connected node, or node 0, which may not have come yet."""
+        return bool(self._nodes) or not self._own_node_came
 
     def _accept(self) -> None:
         try:
@@ -222,18 +230,20 @@ class Coordinator:
         elif kind == "interrupted":
             self._stop(f"{node} was interrupted", node)
         elif kind == "failed":
-            node.failure = f"{node} failed: {message['message']}"
-            if message["root"]:
+            node.failure = f"{node} failed: {message.get('message')}"
+            if message.get("root", True):
                 self._stop(node.failure, node)
             elif self._pending is None:
                 self._pending = (time.monotonic() + PATIENCE, node)
 
     def _greet(self, node: Node, message: dict[str, Any]) -> None:
         """The first message of a connection. A stranger is sent away; a node that can't fit in ends the run."""
-        if message.get("kind") != "hello" or message.get("greeting") != GREETING:
+        rank, host, same = (message.get(name) for name in ("node", "host", "same"))
+        speaks = message.get("kind") == "hello" and message.get("greeting") == GREETING
+        if not (speaks and isinstance(rank, int) and isinstance(host, str) and isinstance(same, dict)):
             self._refuse(node, f"node 0 runs another version of this project than {node.address}: use one on all nodes")
             return
-        rank, node.host = message["node"], message["host"]
+        node.host = host
         taken = {other.rank: other for other in self._nodes if other.rank is not None}
         error = ""
         if rank in taken:
@@ -241,9 +251,10 @@ class Coordinator:
         elif not 0 <= rank < self._nnodes:
             error = f"NODE_RANK is {rank} on host {node.host} ({node.address}) with NNODES={self._nnodes} on node 0"
         for name, value in self._same.items():
-            if (other := message["same"].get(name)) != value and not error:
+            if (other := same.get(name)) != value and not error:
                 where = f"node {rank} (host {node.host}, {node.address})"
-                error = f"{name} is {other} on {where} and {value} on node 0: it must be the same on all nodes"
+                there, here = only_different(str(other), value)
+                error = f"{name} is {there} on {where} and {here} on node 0: it must be the same on all nodes"
                 if name == "RUN_DIR":  # a node of another run may come by: no reason to end this one
                     self._refuse(node, error)
                     self._tell(f"sent a node away: {error}")
@@ -253,7 +264,10 @@ class Coordinator:
             self._stop(error, None)
             return
         node.rank = rank
+        self._own_node_came = self._own_node_came or rank == 0
         self._send(node, "welcome")
+        if self._phase == "over" and self._end:
+            self._send(node, "stop", **self._end)
 
     def _refuse(self, node: Node, text: str) -> None:
         try:
@@ -311,12 +325,29 @@ class Coordinator:
     def _stop(self, text: str, culprit: Node | None) -> None:
         if self._phase != "over":
             self._phase = "over"
-            self._send_all("stop", text=text, culprit=None if culprit is None else culprit.rank)
+            self._end = {"text": text, "culprit": None if culprit is None else culprit.rank}
+            self._send_all("stop", **self._end)
 
     def _send_all(self, kind: str, **fields: Any) -> None:
         for node in list(self._nodes):
             if node.rank is not None:
                 self._send(node, kind, **fields)
+
+
+def only_different(there: str, here: str) -> tuple[str, str]:
+    """Two values without the words that both have, since a command line is long: "… --lr 1" and "… --lr 2"."""
+    words, others = there.split(), here.split()
+    if len(words) + len(others) < 6:
+        return there or "empty", here or "empty"
+    start = 0
+    while start < min(len(words), len(others)) and words[start] == others[start]:
+        start += 1
+    end = 0
+    while end < min(len(words), len(others)) - start and words[-1 - end] == others[-1 - end]:
+        end += 1
+    start = max(0, start - 1)  # a flag's name with its value
+    texts = [" ".join(x[start : len(x) - end]) or "nothing" for x in (words, others)]
+    return f"… {texts[0]}", f"… {texts[1]}"
 
 
 def listen(address: str, port: int) -> socket.socket:

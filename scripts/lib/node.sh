@@ -29,6 +29,10 @@ prepare() {
     if uses_default_corpus; then prepare_corpus; fi
   fi
   mkdir -p "$LOGS" || die "$LOGS can't be made: set RUN_DIR to a directory that can be written"
+  local wrong
+  find_environment
+  compose_command
+  wrong=$(PYTHONPATH=$ROOT "$PYTHON" -m training.command_line "${COMMAND[@]:2}" 2>&1 >/dev/null) || die "$wrong"
 }
 
 compose_command() { # COMMAND: what each rank executes

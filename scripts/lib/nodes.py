@@ -48,6 +48,7 @@ class Supervisor:
         self.same = dict(pair.split("=", 1) for pair in options.same)
         self.children = Children()
         self.phase = "meeting"
+        self.welcomed = False
         self.signals: list[int] = []
         self.failure: Failure | None = None
         self.link: Link | None = None
@@ -148,8 +149,10 @@ class Supervisor:
 
     def _obey(self, message: dict[str, Any]) -> int | None:
         """An exit code where the run is over."""
-        kind = message["kind"]
-        if kind == "say":
+        kind = message.get("kind")
+        if kind == "welcome":
+            self.welcomed = True
+        elif kind == "say":
             say(message["text"])
         elif kind == "refused":
             raise Refused(message["text"])
@@ -246,7 +249,11 @@ class Supervisor:
         if self.failure is not None:
             self._tell_failure(self.failure)
         options = self.options
-        say(f"error: node 0 ({options.address}:{options.port}) has gone: {gone}")
+        place = f"{options.address}:{options.port}"
+        if self.welcomed or self.coordinator is not None:
+            say(f"error: node 0 ({place}) has gone: {gone}")
+        else:
+            say(f"error: what answers at {place} isn't node 0 ({gone}): check MASTER_ADDR and MASTER_PORT")
         return 1
 
     def _interrupted(self) -> int:
@@ -331,4 +338,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     chosen = parse()
     chosen.same.append(f"the code's digest={code_digest()}")
-    sys.exit(Supervisor(chosen).run())
+    try:
+        sys.exit(Supervisor(chosen).run())
+    except KeyboardInterrupt:
+        say("interrupted before the nodes met")
+        sys.exit(130)

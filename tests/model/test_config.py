@@ -65,6 +65,7 @@ def test_a_model_without_experts_needs_none_of_their_keys() -> None:
         config = DeepSeekConfig.from_dict(values_of(name, **dense))
         assert not any(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
         assert DeepSeekConfig.from_dict(config.to_dict()) == config
+    assert DeepSeekConfig.from_dict(values_of("tiny_v3", n_shared_experts=None)).n_shared_experts == 0
     with pytest.raises(ValueError, match="num_nextn_predict_layers 1 needs experts"):
         DeepSeekConfig.from_dict(values_of("tiny_v3", **dense | {"num_nextn_predict_layers": 1}))
     with pytest.raises(ValueError, match="missing keys: .*n_routed_experts"):  # forgotten is another thing than null
