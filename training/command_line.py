@@ -231,10 +231,3 @@ def _convert(value: Any, declared: Any) -> Any:
         return str(value)
     wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[declared]
     raise ValueError(f"must be {wanted}, not {value!r}")
-
-
-if __name__ == "__main__":  # for scripts/lib/node.sh: wrong flags are told before any rank is started
-    try:
-        parse()
-    except ConfigurationError as mistake:
-        sys.exit(str(mistake))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -271,3 +272,13 @@ def _divisors(number: int) -> str:
 def _multiples_around(number: int, unit: int) -> str:
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
+
+
+if __name__ == "__main__":  # WORLD_SIZE FLAGS, of scripts/lib/node.sh: what is wrong is told before ranks start
+    from training.command_line import parse
+
+    try:
+        asked = parse(sys.argv[2:])
+        validate(asked, read_model_config(asked), int(sys.argv[1]), gpus=1)  # ranks know better whether there are any
+    except ConfigurationError as mistake:
+        sys.exit(str(mistake))

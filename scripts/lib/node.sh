@@ -32,7 +32,8 @@ prepare() {
   local wrong
   find_environment
   compose_command
-  wrong=$(PYTHONPATH=$ROOT "$PYTHON" -m training.command_line "${COMMAND[@]:2}" 2>&1 >/dev/null) || die "$wrong"
+  wrong=$(PYTHONPATH=$ROOT "$PYTHON" -m training.validate $((NNODES * NPROC_PER_NODE)) "${COMMAND[@]:2}" 2>&1 >/dev/null) ||
+    die "$wrong"
 }
 
 compose_command() { # COMMAND: what each rank executes
