@@ -1,6 +1,6 @@
 """Time of one training step beside transformers and megatron-core: the same model, weights, tokens and optimizer.
 
-    python -m benchmarks.train_step [--rounds 12]
+    python -m benchmarks.train_step [--rounds 16]
 
 On CPU, one thread a rank. All contenders are started first; then each does one step, in turn, round after round, so
 that whatever else the machine does hits all alike. Prints a Markdown table of medians. Ends with an error where a
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
@@ -31,7 +32,7 @@ PEERS = {
     "megatron_core": "megatron-core (CPU shim, local spec)",
     "ours": "this project",
 }
-LAYOUTS = {"one rank": {}, "TP2": {"TP": 2}, "PP2": {"PP": 2}, "DP2": {"DP": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {"one rank": {}, "TP2": {"TP": 2}, "PP2": {"PP": 2}, "DP2": {"DP": 2}}
 CHECKED_STEPS = 3
 TOLERANCE = 1e-5
 """Largest relative difference of the first loss. Rounding gives some 1e-7; another model gives 1e-2."""
@@ -73,33 +74,23 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 @contextmanager
 def contender(peer: str, layout: str, directory: Path) -> Iterator[Contender]:
     """Its processes, one a rank; ended on leaving."""
-    sizes = LAYOUTS[layout]
-    world = 1
-    for size in sizes.values():
-        world *= size
+    world = math.prod(LAYOUTS[layout].values())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common_variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
-    processes = []
-    for rank in range(world):
-        variables = {**common_variables, **sizes, "RANK": rank, "LOCAL_RANK": rank}
-        if world == 1:  # alone, without a process group, where the peer can
-            variables = variables if peer == "megatron_core" else {"OMP_NUM_THREADS": 1}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", f"benchmarks.contenders.{peer}", str(directory)],
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    **{name: str(value) for name, value in variables.items()},
-                },
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
+    variables |= {"WORLD_SIZE": world, **LAYOUTS[layout]}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"benchmarks.contenders.{peer}", str(directory)],
+            cwd=ROOT,
+            env=os.environ | {name: str(value) for name, value in (variables | {"RANK": rank}).items()},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
+        for rank in range(world)
+    ]
     try:
         yield Contender(peer, layout, processes)
     finally:
@@ -148,7 +139,7 @@ def table(contenders: list[Contender]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12, help="measured steps of each contender")
+    parser.add_argument("--rounds", type=int, default=16, help="measured steps of each contender")
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="some of: %(default)s")
     parser.add_argument("--peers", default=",".join(PEERS), help="some of: %(default)s; ours is always one")
     options = parser.parse_args()

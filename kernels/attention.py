@@ -1,7 +1,7 @@
 """Softmax attention of every token to those before it: torch's fused kernels, or blocks of products on a CPU.
 
 Lives here: one op. Imports torch only. Source: FlashAttention-2 (2307.08691) for skipping blocks above the diagonal.
-Shapes: s sequence, b batch, n heads, x width of queries and keys, v of values (v may be narrower), m = b·n.
+Shapes: s sequence, b batch, n heads, x width of queries and keys, v of values (v may be narrower).
 """
 
 from __future__ import annotations

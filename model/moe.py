@@ -22,7 +22,7 @@ from model.mlp import SharedExpert
 from parallel.comm import all_reduce_
 from parallel.mesh import Mesh
 from parallel.sharding import Sharding
-from parallel.weight_gradient import add_own_gradient, grouped_linear
+from parallel.weight_gradient import grouped_linear, will_add_its_gradient
 
 
 class Router(nn.Module):
@@ -119,7 +119,7 @@ class RoutedExperts(nn.Module):
         for parameter in (self.gate_up_proj, self.down_proj):
             sharding = Sharding(split_dim=0, axis="ep", full_size=experts, expert=True)
             parameter.sharding = sharding  # type: ignore[attr-defined]
-            add_own_gradient(parameter)
+            will_add_its_gradient(parameter)
 
     def forward(self, x_rh: torch.Tensor, weight_r: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
         """Each row through its expert, times its weight: [r, h] -> [r, h]; ends_e int32, the end of each expert's rows.

@@ -15,7 +15,7 @@ from kernels.rms_norm import rms_norm
 from parallel.comm import gather_sequence, scatter_sequence_sum
 from parallel.mesh import Mesh
 from parallel.sharding import Sharding, shard_slice
-from parallel.weight_gradient import add_own_gradient, linear
+from parallel.weight_gradient import linear, will_add_its_gradient
 
 
 def _parameter(shape: tuple[int, ...], sharding: Sharding) -> nn.Parameter:
@@ -44,7 +44,7 @@ class ColumnParallelLinear(nn.Module):
         shape = (stacked, local, in_features) if stacked else (local, in_features)
         split_dim = 1 if stacked else 0
         sharding = Sharding(split_dim=split_dim, axis="tp", full_size=out_features)
-        self.weight = add_own_gradient(_parameter(shape, sharding))
+        self.weight = will_add_its_gradient(_parameter(shape, sharding))
 
     def forward(self, x_sbh: torch.Tensor) -> torch.Tensor:
         return linear(x_sbh, self.weight)
@@ -58,7 +58,7 @@ class RowParallelLinear(nn.Module):
         self.tp = mesh.tp
         local = _divide(in_features, mesh, "input features")
         sharding = Sharding(split_dim=1, axis="tp", full_size=in_features)
-        self.weight = add_own_gradient(_parameter((out_features, local), sharding))
+        self.weight = will_add_its_gradient(_parameter((out_features, local), sharding))
 
     def forward(self, x_sbi: torch.Tensor) -> torch.Tensor:
         return scatter_sequence_sum(linear(x_sbi, self.weight), self.tp)
@@ -73,7 +73,7 @@ class ReplicatedLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, stacked: int = 0):
         super().__init__()
         shape = (stacked, out_features, in_features) if stacked else (out_features, in_features)
-        self.weight = add_own_gradient(_parameter(shape, Sharding(sequence_fed=True)))
+        self.weight = will_add_its_gradient(_parameter(shape, Sharding(sequence_fed=True)))
 
     def forward(self, x_sbh: torch.Tensor) -> torch.Tensor:
         return linear(x_sbh, self.weight)

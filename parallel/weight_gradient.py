@@ -9,21 +9,22 @@ differentiable products. Shapes: n rows, i inputs, o outputs, g groups.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kernels.grouped_matmul import grouped_product, grouped_weight_gradient
+from kernels.grouped_matmul import grouped_matmul
 
 
 def adds_its_gradient(weight: nn.Parameter) -> bool:
-    """Whether a layer has promised, by `add_own_gradient`, to use this weight through this file's products only."""
+    """Whether `will_add_its_gradient` was said of this weight."""
     return getattr(weight, "_adds_its_gradient", False)
 
 
-def add_own_gradient(weight: nn.Parameter) -> nn.Parameter:
+def will_add_its_gradient(weight: nn.Parameter) -> nn.Parameter:
     """Mark a weight that its layer uses once in a forward pass, by this file's products; returns it.
 
     The gradient reducer then waits for word from here instead of autograd's.
@@ -39,7 +40,7 @@ def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
 
 def grouped_linear(x_ni: torch.Tensor, weight: nn.Parameter, ends_g: torch.Tensor) -> torch.Tensor:
     """Each row times the matrix of its group: [n, i] x [g, o, i] -> [n, o]; ends_g int32: each group's end."""
-    return _GroupedLinear.apply(x_ni.contiguous(), weight, ends_g)
+    return grouped_matmul(x_ni, weight, ends_g, partial(_add, weight))
 
 
 class _Linear(torch.autograd.Function):
@@ -70,24 +71,6 @@ class _Linear(torch.autograd.Function):
 def _matrix(weight: torch.Tensor) -> torch.Tensor:
     """A stack of matrices as one: [m, o, i] -> [m·o, i]."""
     return weight if weight.ndim == 2 else weight.flatten(0, -2)
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_ni: torch.Tensor, weight: nn.Parameter, ends_g: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_ni, weight, ends_g)
-        return grouped_product(x_ni, weight.transpose(-2, -1), ends_g)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        x_ni, weight, ends_g = ctx.saved_tensors
-        grad_no = grads[0].contiguous()
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grouped_product(grad_no, weight, ends_g)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _add(weight, lambda total: grouped_weight_gradient(grad_no, x_ni, ends_g, total))
-        return grad_x, grad_weight, None
 
 
 def _add(weight: nn.Parameter, gradient: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor | None:

@@ -118,12 +118,18 @@ def test_a_consequence_waits_for_the_cause_on_another_node(start: Callable[..., 
     assert "rank 1 on h failed: shard is torn" in said_0 and "rank 1 on h failed: shard is torn" in said_1
 
 
+def two_that_run(start: Callable[..., Node], directory: Path) -> list[Node]:
+    """Two nodes whose commands have written their process ids to started_0 and started_1."""
+    port = free_port()
+    nodes = [start(rank, port, f"echo $$ > {directory}/started_{rank}; exec sleep 60") for rank in (0, 1)]
+    for rank in (0, 1):
+        wait_for(directory / f"started_{rank}")
+    return nodes
+
+
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_killed_node_is_named_by_the_other(start: Callable[..., Node], tmp_path: Path, gone: int) -> None:
-    port = free_port()
-    nodes = [start(rank, port, f"echo $$ > {tmp_path}/started_{rank}; exec sleep 60") for rank in (0, 1)]
-    for rank in (0, 1):
-        wait_for(tmp_path / f"started_{rank}")
+    nodes = two_that_run(start, tmp_path)
     nodes[gone].process.kill()
     code, said = nodes[1 - gone].end(10)
     assert code == 1 and f"node {gone} (" in said and "has gone: its connection " in said
@@ -136,10 +142,7 @@ def test_a_killed_node_is_named_by_the_other(start: Callable[..., Node], tmp_pat
 
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_ctrl_c_on_one_node_ends_all(start: Callable[..., Node], tmp_path: Path, interrupted: int) -> None:
-    port = free_port()
-    nodes = [start(rank, port, f"touch {tmp_path}/started_{rank}; exec sleep 60") for rank in (0, 1)]
-    for rank in (0, 1):
-        wait_for(tmp_path / f"started_{rank}")
+    nodes = two_that_run(start, tmp_path)
     nodes[interrupted].process.send_signal(signal.SIGINT)
     assert nodes[interrupted].end(10)[0] == 130
     code, said = nodes[1 - interrupted].end(10)

@@ -176,7 +176,7 @@ class CheckpointArguments:
     save: Unset[str] = None
     """Directory of checkpoints; by default RUN/checkpoints."""
     load: Unset[str] = None
-    """Directory of another run's checkpoints: start from the newest one in it, at its step."""
+    """Another run's directory, or that of its checkpoints: start from the newest one, at its step."""
     save_interval: Unset[int] = None
     """Steps between checkpoints; by default there is only the one after the last step, which is always there."""
 

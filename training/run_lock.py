@@ -44,16 +44,6 @@ class RunLock:
         os.pwrite(descriptor, text.encode(), 0)
         return cls(descriptor)
 
-    @classmethod
-    def holder_of(cls, file: Path) -> None:
-        """Raises BlockingIOError, naming the holder, where a process has the lock; changes nothing."""
-        with file.open("rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EAGAIN, errno.EACCES):
-                    raise BlockingIOError(_holder(lock.fileno())) from error
-
     def release(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -61,6 +51,19 @@ class RunLock:
 
     def __del__(self) -> None:
         self.release()
+
+
+def holder(file: Path) -> str | None:
+    """Who has the lock, None where nobody has; changes nothing."""
+    try:
+        with file.open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                return _holder(lock.fileno()) if error.errno in (errno.EAGAIN, errno.EACCES) else None
+    except FileNotFoundError:
+        pass
+    return None
 
 
 def _holder(descriptor: int) -> str:
@@ -73,9 +76,7 @@ def _holder(descriptor: int) -> str:
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1]) / "lock"
-    try:
-        if place.exists():
-            RunLock.holder_of(place)
-    except BlockingIOError as held:
-        sys.exit(f"{sys.argv[1]} is in use by another run ({held}): end that, wait for it, or choose another RUN_DIR")
+    if held_by := holder(Path(sys.argv[1]) / "lock"):
+        sys.exit(
+            f"{sys.argv[1]} is in use by another run ({held_by}): end that, wait for it, or choose another RUN_DIR"
+        )

@@ -6,7 +6,6 @@ TP, PP, DP in the environment choose the layout; tensor parallelism is with sequ
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -40,20 +39,24 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig  #
 patch_megatron()
 
 TP, PP = common.variable("TP"), common.variable("PP")
-# Megatron's name in a layer -> Hugging Face's, and the dimension that tensor parallelism splits (None: whole).
-_NAMES: dict[str, tuple[tuple[str, ...], int | None]] = {
-    "input_layernorm.weight": (("input_layernorm.weight",), None),
-    "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), None),
-    "self_attention.linear_q_down_proj.weight": (("self_attn.q_a_proj.weight",), 0),
-    "self_attention.q_layernorm.weight": (("self_attn.q_a_layernorm.weight",), None),
-    "self_attention.linear_q_up_proj.weight": (("self_attn.q_b_proj.weight",), 0),
-    "self_attention.linear_kv_down_proj.weight": (("self_attn.kv_a_proj_with_mqa.weight",), 0),
-    "self_attention.kv_layernorm.weight": (("self_attn.kv_a_layernorm.weight",), None),
-    "self_attention.linear_kv_up_proj.weight": (("self_attn.kv_b_proj.weight",), 0),
-    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), 1),
-    "mlp.router.weight": (("mlp.gate.weight",), None),
+# Megatron's name -> Hugging Face's: of the whole model, and of what is in a layer.
+_NAMES = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
 }
-_WHOLE = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
+_LAYER_NAMES = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
 
 
 def transformer_config() -> MLATransformerConfig:
@@ -111,38 +114,33 @@ def transformer_config() -> MLATransformerConfig:
 @torch.no_grad()
 def load(model: GPTModel, directory: str) -> None:
     """This rank's part of the shared weights. Raises KeyError for a parameter that has no counterpart."""
-    rank = parallel_state.get_tensor_model_parallel_rank()
     first_layer = parallel_state.get_pipeline_model_parallel_rank() * (common.CONFIG.num_hidden_layers // PP)
     with safe_open(Path(directory) / "model.safetensors", framework="pt") as file:
-
-        def part(name: str, dim: int | None) -> torch.Tensor:
-            tensor = file.get_tensor(name)
-            return tensor if dim is None else tensor.chunk(TP, dim)[rank]
-
         for name, parameter in model.named_parameters():
-            if name in _WHOLE:
-                value = part(_WHOLE[name], 0)
-            elif name == "decoder.final_layernorm.weight":
-                value = part("model.norm.weight", None)
-            else:
-                matched = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
-                assert matched is not None, name
-                layer, rest = f"model.layers.{int(matched[1]) + first_layer}", matched[2]
-                if rest in _NAMES:
-                    names, dim = _NAMES[rest]
-                    value = part(f"{layer}.{names[0]}", dim)
-                else:  # an expert's gate and up rows, stacked, or its down projection
-                    expert = re.sub(r"experts\.local_experts\.(\d+)", r"experts.\1", rest)
-                    stem = f"{layer}.{expert.rsplit('.', 2)[0]}"
-                    if "linear_fc1" in rest:
-                        split = 0 if parameter.shape[0] < 2 * common.CONFIG.moe_intermediate_size else None
-                        value = torch.cat([part(f"{stem}.{half}_proj.weight", split) for half in ("gate", "up")])
-                    else:
-                        split = 1 if parameter.shape[1] < common.CONFIG.moe_intermediate_size else None
-                        value = part(f"{stem}.down_proj.weight", split)
-            if value.shape != parameter.shape:
-                value = file.get_tensor(f"{layer}.{names[0]}")  # a down-projection that this version keeps whole
-            parameter.copy_(value)
+            sources = _sources(name, first_layer)
+            shape = (parameter.shape[0] // len(sources), *parameter.shape[1:])
+            parameter.copy_(torch.cat([_part(file.get_tensor(source), shape) for source in sources]))
+
+
+def _sources(name: str, first_layer: int) -> list[str]:
+    """Hugging Face's tensors that a parameter holds, one under the other: an expert's gate and up, or one."""
+    if name in _NAMES:
+        return [_NAMES[name]]
+    _, _, number, rest = name.split(".", 3)
+    layer = f"model.layers.{int(number) + first_layer}"
+    if rest in _LAYER_NAMES:
+        return [f"{layer}.{_LAYER_NAMES[rest]}"]
+    expert, matrix, _ = rest.replace("experts.local_experts.", "experts.").rsplit(".", 2)
+    halves = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}[matrix]
+    return [f"{layer}.{expert}.{half}.weight" for half in halves]
+
+
+def _part(whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """This tensor-parallel rank's block, along the dimension in which the sizes differ."""
+    for dim, (full, mine) in enumerate(zip(whole.shape, shape, strict=True)):
+        if full != mine:
+            return whole.chunk(TP, dim)[parallel_state.get_tensor_model_parallel_rank()]
+    return whole
 
 
 def main(directory: str) -> None:

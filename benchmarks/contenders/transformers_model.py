@@ -34,11 +34,9 @@ def main(directory: str) -> None:
         for i, (tokens, labels) in enumerate(batches):
             last = i == len(batches) - 1
             with wrapped.no_sync() if world > 1 and not last else contextlib.nullcontext():
-                loss = wrapped(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss / len(
-                    batches
-                )
-                loss.backward()
-            total += loss.detach()
+                output = wrapped(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False)
+                (output.loss / len(batches)).backward()
+            total += output.loss.detach() / len(batches)
         torch.nn.utils.clip_grad_norm_(parameters, common.CLIP)
         optimizer.step()
         optimizer.zero_grad()

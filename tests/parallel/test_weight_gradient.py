@@ -10,13 +10,13 @@ from kernels.grouped_matmul import grouped_matmul_reference
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.sharding import Sharding
-from parallel.weight_gradient import add_own_gradient, grouped_linear, linear
+from parallel.weight_gradient import grouped_linear, linear, will_add_its_gradient
 
 
 def owned(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     parameter = nn.Parameter(torch.randn(shape).to(dtype))
     parameter.sharding = Sharding()  # type: ignore[attr-defined]
-    return add_own_gradient(parameter)
+    return will_add_its_gradient(parameter)
 
 
 @pytest.mark.parametrize("shape", [(9, 5), (2, 9, 5)], ids=str)
