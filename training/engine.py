@@ -19,8 +19,9 @@ from model.moe import routers, update_router_bias
 from parallel.comm import all_reduce_, barrier
 from parallel.gradients import GradientReducer
 from parallel.mesh import Mesh
+from parallel.pipeline.catalogue import make_schedule
 from parallel.pipeline.runtime import PipelineRuntime
-from parallel.pipeline.schedule import Schedule, make_schedule
+from parallel.pipeline.schedule import Schedule
 from training.arguments import Arguments
 from training.optimizer import Optimizer
 

@@ -1,22 +1,36 @@
 """A pipeline schedule is a table: for each rank the actions it takes, in order, and nothing else.
 
-Lives here: pure functions from (ranks, micro-batches) to a `Schedule`; a new schedule is one more. Imports nothing.
-Sources: GPipe (1811.06965), 1F1B (PipeDream-Flush, 2006.09503).
+Lives here: what a table is made of, and what follows from a table alone. Imports nothing of ours and no torch. The
+tables themselves are made in `one_stage`, `interleaved`, `v_shaped` and `search`; `catalogue` knows them by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What an action does with one micro-batch on one stage."""
+    """What an action does with one micro-batch on one stage.
+
+    A backward pass is one action (B), or two: the gradient of the stage's input (I), which the stage before waits for,
+    and the gradients of its weights (W), which nobody waits for before the step's end (Zero Bubble, 2401.10241). A
+    micro-batch has on every stage either B or both I and W.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+
+    # Members are single objects; Enum's own hash is a Python function, three times slower in sets of actions.
+    __hash__ = object.__hash__
+
+    @property
+    def hands_on(self) -> int:
+        """The direction in which its result goes: to the next stage (1), to the one before (-1), nowhere (0)."""
+        return {Kind.FORWARD: 1, Kind.WEIGHT_GRADIENT: 0}.get(self, -1)
 
 
 class Action(NamedTuple):
@@ -34,13 +48,16 @@ class Action(NamedTuple):
 class Schedule:
     """A table for all ranks of the pipeline.
 
-    placement: the rank of each stage, stage 0 first; actions: for each rank what it does, in order.
+    placement: the rank of each stage, stage 0 first; actions: for each rank what it does, in order; promised_peak: the
+    most activations any rank may keep, in one rank's share of one micro-batch (see `peak_activations`); None: no
+    promise.
     """
 
     name: str
     microbatches: int
     placement: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
+    promised_peak: float | None = None
 
     @property
     def ranks(self) -> int:
@@ -60,36 +77,48 @@ class Schedule:
         return Schedule(f"{self.name}, forward only", self.microbatches, self.placement, kept)
 
 
-def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, oldest first. Keeps every micro-batch's activations."""
-    rows = []
-    for rank in range(ranks):
-        forwards = [Action(Kind.FORWARD, rank, m) for m in range(microbatches)]
-        backwards = [Action(Kind.BACKWARD, rank, m) for m in range(microbatches)]
-        rows.append(tuple(forwards + backwards))
-    return Schedule("gpipe", microbatches, tuple(range(ranks)), tuple(rows))
+def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
+    """For each action of the table those whose result it needs. Raises KeyError where the table lacks one of them."""
+    everything = {action for row in schedule.actions for action in row}
+
+    def gradient(stage: int, microbatch: int) -> Action:
+        """The action that makes the gradient of the stage's input: B or I, as the table has it."""
+        whole = Action(Kind.BACKWARD, stage, microbatch)
+        return whole if whole in everything else Action(Kind.INPUT_GRADIENT, stage, microbatch)
+
+    found = {}
+    for action in everything:
+        kind, stage, microbatch = action
+        before = []
+        if kind is Kind.FORWARD and stage > 0:
+            before = [Action(kind, stage - 1, microbatch)]
+        elif kind is Kind.WEIGHT_GRADIENT:
+            before = [Action(Kind.INPUT_GRADIENT, stage, microbatch)]
+        elif kind is not Kind.FORWARD:
+            before = [Action(Kind.FORWARD, stage, microbatch)]
+            if stage < schedule.stages - 1:
+                before.append(gradient(stage + 1, microbatch))
+        for needed in before:
+            if needed not in everything:
+                raise KeyError(needed)
+        found[action] = tuple(before)
+    return found
 
 
-def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs ranks - r - 1 forwards ahead, then alternates: keeps at most `ranks` micro-batches' activations."""
-    rows = []
-    for rank in range(ranks):
-        ahead = min(ranks - rank - 1, microbatches)
-        row = [Action(Kind.FORWARD, rank, m) for m in range(ahead)]
-        for m in range(microbatches - ahead):
-            row += [Action(Kind.FORWARD, rank, ahead + m), Action(Kind.BACKWARD, rank, m)]
-        row += [Action(Kind.BACKWARD, rank, m) for m in range(microbatches - ahead, microbatches)]
-        rows.append(tuple(row))
-    return Schedule("1f1b", microbatches, tuple(range(ranks)), tuple(rows))
+def peak_activations(schedule: Schedule) -> list[float]:
+    """For each rank the most activations it keeps at once, in one rank's share of one micro-batch.
 
-
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
-
-
-def make_schedule(name: str, ranks: int, microbatches: int) -> Schedule:
-    """The named schedule for `ranks` pipeline ranks and `microbatches` (both at least 1)."""
-    if name not in SCHEDULES:
-        raise ValueError(f"pipeline schedule {name!r} is unknown: choose one of {', '.join(sorted(SCHEDULES))}")
-    if ranks < 1 or microbatches < 1:
-        raise ValueError(f"a pipeline needs at least 1 rank and 1 micro-batch, not {ranks} and {microbatches}")
-    return SCHEDULES[name](ranks, microbatches)
+    A micro-batch's activations on a stage are kept from its forward until its weights' gradients ran. With v stages on
+    a rank each counts 1/v.
+    """
+    peaks = []
+    for rank, row in enumerate(schedule.actions):
+        kept = peak = 0
+        for action in row:
+            if action.kind is Kind.FORWARD:
+                kept += 1
+                peak = max(peak, kept)
+            elif action.kind is not Kind.INPUT_GRADIENT:
+                kept -= 1
+        peaks.append(peak / max(1, len(schedule.stages_of(rank))))
+    return peaks

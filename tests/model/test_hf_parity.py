@@ -22,8 +22,8 @@ from model.microbatch import MicroBatch, set_denominators
 from parallel.comm import gather_objects
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
+from parallel.pipeline.catalogue import make_schedule
 from parallel.pipeline.runtime import PipelineRuntime
-from parallel.pipeline.schedule import make_schedule
 from parallel.sharding import global_slice, sharding_of, valid_part
 from tests.model import hf_oracle
 from tests.model.hf_oracle import YARN, Oracle, tiny_config

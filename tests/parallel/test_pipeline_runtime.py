@@ -12,8 +12,9 @@ from torch import nn
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.pipeline import runtime as runtime_module
+from parallel.pipeline.catalogue import make_schedule
 from parallel.pipeline.runtime import PipelineRuntime
-from parallel.pipeline.schedule import Action, Kind, Schedule, make_schedule
+from parallel.pipeline.schedule import Action, Kind, Schedule
 from parallel.sharding import Sharding
 
 RunRanks = Callable[..., list[Any]]
@@ -186,7 +187,7 @@ def test_each_message_is_sent_once_and_waited_for(run_ranks: RunRanks, seed: int
     message = SHAPE.numel() * 4
     for rank, records in enumerate(run_ranks(ranks, run_tables, seed, tables)):
         for table, record in zip(tables, records, strict=True):
-            forward, backward = (messages(table, rank, kind) for kind in Kind)
+            forward, backward = (messages(table, rank, kind) for kind in (Kind.FORWARD, Kind.BACKWARD))
             last, evaluated = record["turns"]["train again"], record["turns"]["evaluate"]
             assert last["sent"] == (forward, forward * message), (rank, table.name)
             assert last["sent back"] == (backward, backward * message), (rank, table.name)

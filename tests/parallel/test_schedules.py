@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.pipeline.check import check, needs, peak_activations
+from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.check import check
+from parallel.pipeline.one_stage import gpipe, one_f_one_b
 from parallel.pipeline.placement import split_layers
-from parallel.pipeline.schedule import Action, Kind, Schedule, gpipe, make_schedule, one_f_one_b
+from parallel.pipeline.schedule import Action, Kind, Schedule, dependencies, peak_activations
 
 
 def table(text: str, placement: tuple[int, ...], microbatches: int) -> Schedule:
@@ -58,14 +60,19 @@ def test_forward_only_keeps_order_and_drops_backward() -> None:
         assert evaluation.actions == expected
 
 
-def test_needs_are_the_neighbours() -> None:
-    def named(text: str, stages: int) -> set[str]:
-        return {str(action) for action in needs(table(text, (0,), 8).actions[0][0], stages)}
-
-    assert named("F0.7", 3) == set()
-    assert named("F2.7", 3) == {"F1.7"}
-    assert named("B2.7", 3) == {"F2.7"}
-    assert named("B0.7", 3) == {"F0.7", "B1.7"}
+def test_dependencies_are_the_neighbours() -> None:
+    split = table("F0.0 F1.0 F2.0 I2.0 W2.0 B1.0 I0.0 W0.0", (0, 0, 0), 1)
+    found = {str(action): set(map(str, before)) for action, before in dependencies(split).items()}
+    assert found == {
+        "F0.0": set(),
+        "F1.0": {"F0.0"},
+        "F2.0": {"F1.0"},
+        "I2.0": {"F2.0"},
+        "W2.0": {"I2.0"},
+        "B1.0": {"F1.0", "I2.0"},
+        "I0.0": {"F0.0", "B1.0"},
+        "W0.0": {"I0.0"},
+    }
 
 
 LEGAL = """
@@ -118,7 +125,7 @@ def test_v_shaped_tables_are_legal() -> None:
     schedule = table(text, (0, 1, 1, 0), 2)
     check(schedule)
     assert schedule.stages_of(0) == (0, 3) and schedule.stages_of(1) == (1, 2)
-    assert peak_activations(schedule) == [3, 4]
+    assert peak_activations(schedule) == [1.5, 2]
 
 
 @pytest.mark.parametrize("name, ranks, microbatches, words", [
