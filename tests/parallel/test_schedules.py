@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from parallel.pipeline.catalogue import make_schedule
 from parallel.pipeline.check import check
 from parallel.pipeline.one_stage import gpipe, one_f_one_b
-from parallel.pipeline.placement import split_layers
 from parallel.pipeline.schedule import Action, Kind, Schedule, dependencies, peak_activations
 
 
@@ -136,38 +133,3 @@ def test_v_shaped_tables_are_legal() -> None:
 def test_unknown_names_and_empty_pipelines_are_refused(name: str, ranks: int, microbatches: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_schedule(name, ranks, microbatches)
-
-
-@given(st.integers(1, 100), st.integers(1, 100))
-def test_every_layer_lies_on_one_stage(layers: int, stages: int) -> None:
-    if stages > layers:
-        with pytest.raises(ValueError, match=f"needs at least {stages} layers; the model has {layers}"):
-            split_layers(layers, stages)
-        return
-    split = split_layers(layers, stages)
-    assert len(split) == stages
-    assert [layer for part in split for layer in part] == list(range(layers))
-    counts = [len(part) for part in split]
-    # Even, and the last stages, which also compute the head, get no more than the first.
-    assert max(counts) - min(counts) <= 1 and counts == sorted(counts, reverse=True)
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
-def test_an_explicit_list_is_followed(counts: list[int]) -> None:
-    split = split_layers(sum(counts), len(counts), tuple(counts))
-    assert [len(part) for part in split] == counts
-    assert [layer for part in split for layer in part] == list(range(sum(counts)))
-
-
-@pytest.mark.parametrize(
-    "explicit, words",
-    [
-        ((3, 4), "lists 2 stages, the pipeline has 3"),
-        ((3, 3, 2), "adds up to 8 layers, the model has 7"),
-        ((4, 0, 3), "leaves stage 1 without a layer"),
-        ((9, -1, -1), "leaves stage 1 without a layer"),
-    ],
-)
-def test_a_list_that_does_not_fit_is_refused(explicit: tuple[int, ...], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        split_layers(7, 3, explicit)
