@@ -8,7 +8,8 @@ never block.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -154,31 +155,41 @@ class _Step:
                 self.runtime.finished(self.microbatches[action.microbatch])
         # Nobody may leave with a message still under way: the receiver would see a closed connection.
         for work, _, message in self.sends:
-            self._wait(work, f"{message.sender} to be received by", message.channel.target)
+            with self._sending(message):
+                work.wait()
 
     def _post(self, place: int) -> None:
         message = self.messages.received[place]
         buffer = self.runtime.like.new_empty(self.shape)
-        self.posted[place] = buffer, irecv(buffer, self.runtime.axis_of(message), message.channel.source)
+        with self._receiving(message):
+            self.posted[place] = buffer, irecv(buffer, self.runtime.axis_of(message), message.channel.source)
 
     def _incoming(self, place: int, action: Action) -> torch.Tensor | None:
         if place in self.posted:
             buffer, work = self.posted.pop(place)
-            message = self.messages.received[place]
-            self._wait(work, f"{action} to get {message.channel.what} of {message.sender} from", message.channel.source)
+            with self._receiving(self.messages.received[place]):
+                work.wait()
             return buffer
         return self.here.pop((action.kind.hands_on, action.stage, action.microbatch), None)
 
-    def _wait(self, work: Work, what: str, peer: int) -> None:
-        """Raises RuntimeError that names what was waited for, and from which rank, when the peer is gone."""
+    @contextmanager
+    def _naming(self, what: str, peer: int) -> Iterator[None]:
+        """Inside, a lost peer raises RuntimeError that names the action, and the rank that it waited for."""
         try:
-            work.wait()
+            yield
         except RuntimeError as error:
             peers = self.runtime.mesh.pp.ranks
             raise RuntimeError(
                 f"pipeline rank {self.rank} ({self.schedule.name}) waited for {what} pipeline rank {peer} "
                 f"(rank {peers[peer]}): {error}"
             ) from error
+
+    def _receiving(self, message: Message) -> AbstractContextManager[None]:
+        sender, channel = message.sender, message.channel
+        return self._naming(f"{message.receiver} to get {channel.what} of {sender} from", channel.source)
+
+    def _sending(self, message: Message) -> AbstractContextManager[None]:
+        return self._naming(f"{message.sender} to be received by", message.channel.target)
 
     def _compute(self, action: Action, incoming: torch.Tensor | None) -> torch.Tensor | None:
         """Run one action; returns what the stage after it (forward) or before it (backward) gets."""
@@ -221,5 +232,6 @@ class _Step:
             self.here[direction, stage, action.microbatch] = outgoing
         else:
             outgoing = outgoing.contiguous()
-            work = isend(outgoing, self.runtime.axis_of(message), message.channel.target)
+            with self._sending(message):
+                work = isend(outgoing, self.runtime.axis_of(message), message.channel.target)
             self.sends.append((work, outgoing, message))
