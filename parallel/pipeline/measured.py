@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
-from parallel.pipeline.simulate import Costs, ShareCosts, Span, Timeline
+from parallel.pipeline.simulate import Costs, ShareCosts, Span, Timeline, simulate
 
 
 @dataclass(frozen=True)
@@ -74,25 +73,19 @@ def _send(timeline: Timeline) -> float:
     return max(0.0, median(gaps)) if gaps else 0.0
 
 
+def beside_simulation(measured: Measured) -> tuple[list[tuple[str, Timeline]], Costs]:
+    """The measured time line and its table simulated with what it took, each with its title, and those costs; in ms."""
+    timeline = in_milliseconds(measured.timeline)
+    costs = costs_of(timeline)
+    name = timeline.schedule.name
+    simulated = simulate(timeline.schedule, costs)
+    return [(f"{name}, step {measured.step} measured", timeline), (f"{name}, simulated", simulated)], costs
+
+
 def in_milliseconds(timeline: Timeline) -> Timeline:
     """The same time line with times in milliseconds, for drawings."""
     spans = tuple(tuple(Span(1e3 * start, 1e3 * end) for start, end in row) for row in timeline.spans)
     return Timeline(timeline.schedule, spans)
-
-
-def costs_in_milliseconds(costs: Costs) -> Costs:
-    """The same costs with times in milliseconds."""
-
-    def each(times: Sequence[float]) -> tuple[float, ...]:
-        return tuple(1e3 * time for time in times)
-
-    return replace(
-        costs,
-        forward=each(costs.forward),
-        input_gradient=each(costs.input_gradient),
-        weight_gradient=each(costs.weight_gradient),
-        send=1e3 * costs.send,
-    )
 
 
 def write_measured(directory: Path, measured: Measured) -> tuple[Path, Path]:

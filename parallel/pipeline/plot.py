@@ -80,7 +80,7 @@ def draw_text(
     margin = _margin(schedule)
     per_column = (until or right_edge([timeline], width)) / (width - margin)
     columns = min(width - margin, math.ceil(timeline.makespan / per_column - 1e-6))
-    lines = textwrap.wrap(heading(timeline, costs, title, unit), width)
+    lines = textwrap.wrap(f"{title or schedule.name}: {facts(timeline, costs, unit)}", width)
     for name, row in zip(names, drawn, strict=True):
         shown = columns_of([Span(cell.start, cell.end) for cell in row], per_column, columns)
         lines.append(f"{name:<{margin}}" + _paint(row, shown, colour))
@@ -104,11 +104,11 @@ def right_edge(timelines: Sequence[Timeline], width: int) -> float:
     return columns * unit / whole if whole else longest
 
 
-def heading(timeline: Timeline, costs: Costs | None = None, title: str = "", unit: str = "") -> str:
+def facts(timeline: Timeline, costs: Costs | None = None, unit: str = "") -> str:
     """One line: sizes, makespan, the idle share of all ranks by wall and by span, and the largest peak memory."""
     schedule = timeline.schedule
     return (
-        f"{title or schedule.name}: {_count(schedule.ranks, 'rank')}, "
+        f"{_count(schedule.ranks, 'rank')}, "
         f"{_count(schedule.microbatches, 'micro-batch', 'es')}, "
         f"makespan {_time(timeline.makespan, unit)}, idle {timeline.idle_share:.1%} "
         f"(within spans {_span_idle_share(timeline):.1%}), peak memory {max(_peaks(timeline, costs)):.3g}"

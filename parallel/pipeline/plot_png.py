@@ -11,7 +11,7 @@ from os import PathLike
 from statistics import median
 from typing import TYPE_CHECKING
 
-from parallel.pipeline.plot import KIND_NAMES, Cell, cells, heading, kinds_of
+from parallel.pipeline.plot import KIND_NAMES, Cell, cells, facts, kinds_of
 from parallel.pipeline.schedule import Kind, Schedule
 from parallel.pipeline.simulate import Costs, ShareCosts, Timeline, memory
 
@@ -48,7 +48,7 @@ def draw_figure(panels: Sequence[tuple[str, Timeline]], costs: Costs | None = No
     drawn = [cells(timeline) for _, timeline in panels]
     until = max(timeline.makespan for _, timeline in panels)
     typical = median(cell.end - cell.start for rows in drawn for row in rows for cell in row)
-    left, right, top, bottom, title, between, trace = 0.75, 0.95, 0.38, 0.5, 0.32, 0.12, 1.15
+    left, right, top, bottom, title, between, trace = 0.75, 0.95, 0.34, 0.5, 0.45, 0.12, 1.15
     width = min(22.0, max(9.0, left + right + 0.17 * until / max(typical, until / 400)))
     bars = [(0.36 if len(rows) <= 4 else 0.27) * len(rows) for rows in drawn]
     height = top + bottom + sum(title + bar + between + trace for bar in bars) + 0.2 * (len(panels) - 1)
@@ -59,7 +59,8 @@ def draw_figure(panels: Sequence[tuple[str, Timeline]], costs: Costs | None = No
     for (name, timeline), rows, bar in zip(panels, drawn, bars, strict=True):
         y -= title + bar
         chart = figure.add_axes((left / width, y / height, place, bar / height))
-        chart.set_title(heading(timeline, costs, name, unit), loc="left", fontsize=10)
+        chart.text(0, 1 + 0.24 / bar, name, fontsize=10, fontweight="bold", transform=chart.transAxes)
+        chart.text(0, 1 + 0.07 / bar, facts(timeline, costs, unit), fontsize=9, transform=chart.transAxes)
         _draw_rows(chart, rows, until, place * width * 72, bar * 72)
         y -= between + trace
         curve = figure.add_axes((left / width, y / height, place, trace / height), sharex=chart)
@@ -91,7 +92,7 @@ def _draw_rows(axes: Axes, rows: Sequence[Sequence[Cell]], until: float, width: 
     for rank, row in enumerate(rows):
         for cell in row:
             text = str(cell.microbatch)
-            if size < 4 or 0.64 * size * len(text) > 0.95 * (cell.end - cell.start) / until * width:
+            if size < 4 or 0.64 * size * len(text) > 0.8 * (cell.end - cell.start) / until * width:
                 continue
             dark = sum(_shade(cell.kind, cell.chunk)) < 1.9
             middle = (cell.start + cell.end) / 2

@@ -20,22 +20,23 @@ from parallel.pipeline.simulate import Span, Timeline
 
 
 class ActionClock:
-    """Takes the times of one rank's actions: `begin()` once, then `start()` and `stop()` around each computation.
+    """Takes the times of one rank's actions: `begin()`, then `start()` and `stop()` around each one's computation.
 
     On a CPU it reads the host's clock. On a GPU it records events, so that the host runs on and the times are those of
-    the device. The clock measures one run of a table; take a new one for the next.
+    the device. It keeps the times of one run of a table, the last that was begun.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.barrier_seconds = 0.0
         """How long this rank was in the barrier that aligns the ranks; see `measured_timeline`."""
-        self._origin: float | torch.cuda.Event = 0.0
+        self.schedule: Schedule | None = None
         self._starts: list[float | torch.cuda.Event] = []
         self._stops: list[float | torch.cuda.Event] = []
 
-    def begin(self, axis: Axis) -> None:
-        """Let time 0 be the same on all ranks of the pipeline. Collective over `axis`."""
+    def begin(self, schedule: Schedule, axis: Axis) -> None:
+        """A run of `schedule` begins: let time 0 be the same on all ranks of the pipeline. Collective over `axis`."""
+        self.schedule, self._starts, self._stops = schedule, [], []
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         barrier(axis)  # whoever was late has come now: the next one is as short as can be
@@ -74,15 +75,16 @@ class ActionClock:
         return self._origin.elapsed_time(moment) / 1e3
 
 
-def measured_timeline(schedule: Schedule, clock: ActionClock, axis: Axis, step: int = 0) -> Measured:
+def measured_timeline(clock: ActionClock, axis: Axis, step: int) -> Measured:
     """The time line of a whole pipeline, the same on each of its ranks. Collective over `axis`.
 
-    clock: this rank's, after it has timed every action of its row. Ranks count from the end of a barrier, which no rank
-    leaves before all have entered it: two of them are off by at most the longest time that a rank spent in it, which is
-    `alignment_seconds`. Clocks of different hosts needn't agree, only run at one speed.
+    clock: this rank's, after it has timed every action of its row; step: of the training. Ranks count from the end of a
+    barrier, which no rank leaves before all have entered it: two of them are off by at most the longest time that a
+    rank spent in it, which is `alignment_seconds`. Clocks of different hosts needn't agree, only run at one speed.
     """
+    assert clock.schedule is not None, "the clock has measured no run"
     gathered = gather_objects((clock.spans(), clock.barrier_seconds), axis)
-    return join(schedule, [spans for spans, _ in gathered], max(seconds for _, seconds in gathered), step)
+    return join(clock.schedule, [spans for spans, _ in gathered], max(seconds for _, seconds in gathered), step)
 
 
 def join(schedule: Schedule, spans: Sequence[Sequence[Span]], alignment_seconds: float, step: int) -> Measured:
