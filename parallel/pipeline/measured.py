@@ -118,6 +118,8 @@ def read_measured(path: Path) -> Measured:
 
     Raises FileNotFoundError where a run has measured nothing and ValueError for a file of something else.
     """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} doesn't exist: give a run's directory, or its pipeline/step_00005.json")
     if path.is_dir():
         files = [file for file in (path / "pipeline").glob("step_*.json") if re.fullmatch(r"step_\d+\.json", file.name)]
         if not files:

@@ -30,7 +30,6 @@ _ANSI = {
     Kind.WEIGHT_GRADIENT: (28, 114, 34, 157),
 }
 _FILLS = "-=~+"
-_ORDINALS = ("1st", "2nd", "3rd", "4th")
 
 
 class Cell(NamedTuple):
@@ -197,7 +196,7 @@ def _table(timeline: Timeline, costs: Costs | None, names: Sequence[str]) -> lis
 
 def _legend(schedule: Schedule, width: int, colour: bool) -> list[str]:
     """What letters, fills and colours mean; kinds and chunks that the table has only."""
-    chunks = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
+    chunks = chunks_of(schedule)
     entries = []
     for kind in kinds_of(schedule):
         keys = [
@@ -205,7 +204,7 @@ def _legend(schedule: Schedule, width: int, colour: bool) -> list[str]:
             for chunk in range(min(chunks, len(_FILLS)))
         ]
         entries.append((" ".join(keys) + f" {KIND_NAMES[kind]}", 4 * len(keys) + len(KIND_NAMES[kind])))
-    stages = "" if chunks == 1 else f"; of a rank's {', '.join(_ORDINALS[:chunks])} stage"
+    stages = "" if chunks == 1 else f"; of a rank's {', '.join(map(ordinal, range(chunks)))} stage"
     entries.append((note := f"number: micro-batch{stages}; . idle", len(note)))
     lines, used = [""], 0
     for text, length in entries:  # by hand: textwrap would count colours as columns
@@ -215,6 +214,16 @@ def _legend(schedule: Schedule, width: int, colour: bool) -> list[str]:
         lines[-1] += ("   " if used else "") + text
         used += length + (3 if used else 0)
     return lines
+
+
+def chunks_of(schedule: Schedule) -> int:
+    """How many stages a rank holds, at most."""
+    return max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
+
+
+def ordinal(chunk: int) -> str:
+    """ "1st" for chunk 0, which is a rank's first stage."""
+    return f"{chunk + 1}{ {0: 'st', 1: 'nd', 2: 'rd'}.get(chunk, 'th') }"
 
 
 def kinds_of(schedule: Schedule) -> list[Kind]:

@@ -11,7 +11,7 @@ from os import PathLike
 from statistics import median
 from typing import TYPE_CHECKING
 
-from parallel.pipeline.plot import KIND_NAMES, Cell, cells, facts, kinds_of
+from parallel.pipeline.plot import KIND_NAMES, Cell, cells, chunks_of, facts, kinds_of, ordinal
 from parallel.pipeline.schedule import Kind, Schedule
 from parallel.pipeline.simulate import Costs, ShareCosts, Timeline, memory
 
@@ -143,12 +143,11 @@ def _draw_memory(axes: Axes, timeline: Timeline, costs: Costs | None) -> None:
 def _draw_legend(figure: Figure, schedules: Sequence[Schedule], top: float, left: float) -> None:
     from matplotlib.patches import Patch
 
-    chunks = max(len(schedule.stages_of(rank)) for schedule in schedules for rank in range(schedule.ranks))
-    kinds = [kind for kind in Kind if any(kind in kinds_of(schedule) for schedule in schedules)]
     handles = []
-    for kind in kinds:
-        for chunk in range(chunks):
-            label = f"{kind.value}: {KIND_NAMES[kind]}" if chunk == 0 else f"{chunk + 1}. stage"
+    for kind in Kind:
+        having = [schedule for schedule in schedules if kind in kinds_of(schedule)]
+        for chunk in range(max((chunks_of(schedule) for schedule in having), default=0)):
+            label = f"{kind.value}: {KIND_NAMES[kind]}" if chunk == 0 else f"{ordinal(chunk)} stage"
             handles.append(Patch(color=_shade(kind, chunk), label=label))
     anchor = (left, top)
     figure.legend(
@@ -158,6 +157,6 @@ def _draw_legend(figure: Figure, schedules: Sequence[Schedule], top: float, left
 
 def _shade(kind: Kind, chunk: int) -> tuple[float, float, float]:
     """A kind's colour, lighter for each further stage of the rank."""
-    lighter = 1 - 0.55 ** min(chunk, 3)
+    lighter = (0.0, 0.45, 0.62, 0.75)[min(chunk, 3)]
     red, green, blue = (part + (1 - part) * lighter for part in _RGB[kind])
     return red, green, blue
