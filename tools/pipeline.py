@@ -182,7 +182,7 @@ def _draw_measured(options: Arguments, width: int) -> None:
     )
     print(
         f"ranks aligned to {1e3 * measured.alignment_seconds:.2g} ms; mean of a rank: forward {forward:.3g}, gradients "
-        f"of inputs {inputs:.3g}, of weights {weights:.3g}, message {costs.send:.3g} ms (estimated). The others with these:"
+        f"of inputs {inputs:.3g}, weights {weights:.3g}, message {costs.send:.3g} ms (estimated); others with these:"
     )
     print(
         f"python tools/pipeline.py --list --stages {schedule.ranks} --microbatches {schedule.microbatches} "
