@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import NoReturn
 
 if not __package__:  # run as a file: then its own directory is on the path, and not the project's
@@ -220,13 +219,16 @@ def _path(timeline: Timeline, costs: Costs, width: int) -> list[str]:
 
 
 def _table(options: Arguments, share: ShareCosts) -> list[str]:
-    """A line for each schedule, those within the memory limit first, then by idle share and by memory."""
+    """A line for each schedule, those within the memory limit first, then by idle share and by memory.
+
+    Idle time within spans and peak memory are those of the worst rank, which is what papers tell.
+    """
     rows = []
     for name, asked in _for_all(options).items():
         timeline, costs = _simulated(name, asked, share)
         peak = max(peak_memory(timeline, costs))
         fits = options.memory_limit is None or peak <= options.memory_limit
-        spans = fmean(timeline.span_idle(rank) for rank in range(options.stages))
+        spans = max(timeline.span_idle(rank) for rank in range(options.stages))
         stages = timeline.schedule.stages // options.stages
         figures = f"{timeline.idle_share:>8.1%}{abs(spans):>12.4g}{timeline.makespan:>10.4g}{peak:>13.3g}{stages:>14}"
         rows.append((not fits, round(timeline.idle_share, 9), peak, f"{name:<13}{figures}" + "  over" * (not fits)))
