@@ -86,7 +86,7 @@ class Engine:
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Global name and parameter, in forward order, of every stage of this rank; what two stages share comes once."""
+        """Global name and parameter, in forward order, of every stage of this rank; shared ones once."""
         named = [entry for stage in self.stages.values() for entry in stage.parameters_in_forward_order()]
         yield from dict(named).items()
 

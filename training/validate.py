@@ -73,7 +73,6 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
 _AT_LEAST_ONE = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank",
     "context_parallel_size",
     "expert_model_parallel_size",
     "train_iters",

@@ -105,10 +105,11 @@ def _reach(schedule: Schedule, before: dict[Action, tuple[Action, ...]]) -> dict
                 action = row[position[rank]]
                 if any(needed not in clock for needed in before[action]):
                     break
-                known = last[rank]
+                known = list(last[rank])
                 for needed in before[action]:
-                    known = list(map(max, known, clock[needed]))
-                known = list(known)
+                    # What ran on this rank is known already.
+                    if schedule.placement[needed.stage] != rank:
+                        known = list(map(max, known, clock[needed]))
                 position[rank] += 1
                 known[rank] = position[rank]
                 clock[action] = last[rank] = known
