@@ -73,6 +73,17 @@ def test_a_memory_limit_puts_what_fits_first(capsys: pytest.CaptureFixture[str])
     assert all((float(row[4]) > 3) == out for row, out in zip(rows, over, strict=True))
 
 
+def test_auto_is_searched_for_within_the_limit_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--stages", "2", "--microbatches", "3", "--costs", "1,2,0.5", "--send", "0.1", "--memory-limit", "1.5"]
+    out = printed(capsys, "--schedule", "auto", "--list", "--chunks", "2", *sizes)
+    assert out.startswith("auto: 2 ranks, 3 micro-batches") and "above --memory-limit 1.5: --list" not in out
+    rows = [line.split() for line in out.split("stages a rank\n")[1].splitlines()]
+    (auto,) = (row for row in rows if row[0] == "auto")
+    assert float(auto[4]) <= 1.5 and auto[5] == "2"
+    others = [row for row in rows if row[0] in SCHEDULES and row[5] == "2" and row[-1] != "over"]
+    assert all(float(auto[3]) <= float(row[3]) for row in others)
+
+
 def test_what_a_run_measured_is_drawn_beside_its_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     schedule = make_schedule("zb-h1", 2, 4)
     timeline = simulate(schedule, Costs.even(schedule.placement, ShareCosts(0.01, 0.02, 0.005, 0.001)))
@@ -95,6 +106,7 @@ def test_what_a_run_measured_is_drawn_beside_its_simulation(capsys: pytest.Captu
         (("--schedule", "1f1b", "--stages", "0"), "at least 1 pipeline rank, got 0: use 1"),
         (("--schedule", "1f1b", "--microbatches", "0"), "at least 1 micro-batch, got 0: use 1"),
         (("--schedule", "zb-v", "--chunks", "3"), "zb-v has 2 stages a rank, not 3"),
+        (("--schedule", "auto", "--memory-limit", "0.1"), "the smallest limit that works is 1"),
         (("--schedule", "1f1b", "--costs", "1,1"), "--costs 1,1 must be three numbers F,I,W such as 1,1,1"),
         (("--schedule", "1f1b", "--costs", "1,0,1"), "must be above 0"),
         (("--schedule", "1f1b", "--send", "-1"), "--send -1 not below 0"),

@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +27,7 @@ from parallel.pipeline.catalogue import MINIMUM_MICROBATCHES, SCHEDULES, make_sc
 from parallel.pipeline.measured import beside_simulation, read_measured  # noqa: E402
 from parallel.pipeline.plot import draw_text, right_edge  # noqa: E402
 from parallel.pipeline.plot_png import draw_png  # noqa: E402
+from parallel.pipeline.search import search  # noqa: E402
 from parallel.pipeline.simulate import (  # noqa: E402
     Costs,
     ShareCosts,
@@ -36,6 +37,8 @@ from parallel.pipeline.simulate import (  # noqa: E402
     simulate,
 )
 from training.command_line import one_line  # noqa: E402
+
+_NAMES = (*SCHEDULES, "auto")
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Arguments:
     """
 
     schedule: str = ""
-    """Name of a schedule; --list shows all."""
+    """Name of a schedule, which --list shows, or auto: search for the fastest table within --memory-limit (seconds)."""
 
     stages: int = 4
     """Pipeline ranks, as in --pipeline-model-parallel-size; some schedules place several stages of the model on each.
@@ -64,16 +67,18 @@ class Arguments:
     """Time of a message between two ranks, in the same unit."""
 
     chunks: int | None = None
-    """Stages that each rank holds, where the schedule leaves it open (interleaved); 2 when not given."""
+    """Stages that each rank holds, where that is open: interleaved has 2 when not given, auto tries 1 to 4."""
 
     memory_limit: float | None = None
-    """Micro-batches' activations that a rank may keep, in its share of the layers. Tells which schedules fit."""
+    """Micro-batches' activations that a rank may keep, in its share of the layers: tells which schedules fit. For auto
+    as many as there are ranks when not given."""
 
     compare: str = ""
     """Further schedules to draw on the same time axis, such as 1f1b,zb-h1."""
 
     list: bool = False
-    """A table of all schedules for these sizes and costs, the least idle first."""
+    """A table of all named schedules for these sizes and costs, the least idle first; with --schedule auto of that too.
+    """
 
     measured: str = ""
     """A run's directory, or one of its files RUN/pipeline/step_00005.json: draw what was measured, and below it the
@@ -99,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         share = _share_costs(options)
         if not (options.schedule or options.list):
-            raise ValueError(f"--schedule is missing: choose one of {', '.join(SCHEDULES)}, or --list, or --measured")
+            raise ValueError(f"--schedule is missing: choose one of {', '.join(_NAMES)}, or --list, or --measured")
         if options.schedule:
             _draw_simulated(options, share, width)
         if options.list:
@@ -140,24 +145,26 @@ def _share_costs(options: Arguments) -> ShareCosts:
 
 
 def _simulated(name: str, options: Arguments, share: ShareCosts) -> tuple[Timeline, Costs]:
-    schedule = make_schedule(name, options.stages, options.microbatches, options.chunks)
+    """The named schedule on paper. Chunks count where the schedule leaves them open, or was asked for by itself."""
+    ranks, microbatches, chunks = options.stages, options.microbatches, options.chunks
+    if name not in _NAMES:
+        raise ValueError(f"pipeline schedule {name!r} is unknown: choose one of {', '.join(_NAMES)}")
+    if name == "auto":
+        limit = float(ranks) if options.memory_limit is None else options.memory_limit
+        tried = {} if chunks is None else {"chunks": (chunks,)}
+        schedule = search(ranks, microbatches, share, limit, **tried)
+    else:
+        chunks = chunks if name == options.schedule or SCHEDULES[name].chunks is None else None
+        schedule = make_schedule(name, ranks, microbatches, chunks)
     costs = Costs.even(schedule.placement, share)
     return simulate(schedule, costs), costs
-
-
-def _for_all(options: Arguments) -> dict[str, Arguments]:
-    """The options for each schedule, whose own number of chunks counts where it has one."""
-    return {
-        name: options if entry.chunks is None else replace(options, chunks=None) for name, entry in SCHEDULES.items()
-    }
 
 
 def _draw_simulated(options: Arguments, share: ShareCosts, width: int) -> None:
     timeline, costs = _simulated(options.schedule, options, share)
     panels = [(options.schedule, timeline)]
     for name in filter(None, options.compare.split(",")):
-        other = _for_all(options).get(name, options)
-        panels.append((name, _simulated(name, other, share)[0]))
+        panels.append((name, _simulated(name, options, share)[0]))
     until = right_edge([shown for _, shown in panels], width)
     for name, shown in panels:
         print(draw_text(shown, width=width, colour=_colour(), title=name, until=until), end="\n\n")
@@ -224,8 +231,8 @@ def _table(options: Arguments, share: ShareCosts) -> list[str]:
     Idle time within spans and peak memory are those of the worst rank, which is what papers tell.
     """
     rows = []
-    for name, asked in _for_all(options).items():
-        timeline, costs = _simulated(name, asked, share)
+    for name in _NAMES if options.schedule == "auto" else SCHEDULES:
+        timeline, costs = _simulated(name, options, share)
         peak = max(peak_memory(timeline, costs))
         fits = options.memory_limit is None or peak <= options.memory_limit
         spans = max(timeline.span_idle(rank) for rank in range(options.stages))
