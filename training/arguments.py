@@ -204,6 +204,9 @@ class LoggingArguments:
     """Directory of TensorBoard's files; by default RUN/tensorboard."""
     peak_tflops: Unset[float] = None
     """Dense peak TFLOP/s of one device, for MFU; by default looked up for known GPUs."""
+    profile_pipeline: bool = False
+    """Measure when each action of the pipeline ran in this start's 5th step (or its last, if it has fewer), and draw
+    it beside the simulation: RUN/pipeline/step_*.txt, .png (with matplotlib), .json and .trace.json (Perfetto)."""
 
 
 @dataclass(frozen=True)

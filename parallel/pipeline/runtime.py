@@ -21,6 +21,7 @@ from parallel.gradients import GradientReducer
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.check import check
 from parallel.pipeline.messages import Channel, Message, RankMessages, plan_messages
+from parallel.pipeline.profile import ActionClock
 from parallel.pipeline.schedule import Action, Kind, Schedule
 from parallel.weight_gradient import WeightGradientQueue
 
@@ -46,6 +47,8 @@ class PipelineRuntime:
         self.stages = stages
         self.like = torch.empty(0, dtype=dtype, device=mesh.device)
         self.finished = finished
+        self.clock: ActionClock | None = None
+        """Times the actions of the next runs; None: nothing is measured."""
         modules = [stage for stage in stages.values() if isinstance(stage, nn.Module)]
         self._passes = Counter(p for module in modules for p in module.parameters())
         self._queue = WeightGradientQueue(self._passes)
@@ -136,6 +139,9 @@ class _Step:
         """The numbered steps of every action: post, receive, compute, hand on, forget."""
         self.training = any(action.kind is not Kind.FORWARD for action in row)
         left = Counter(action.microbatch for action in row)
+        clock = self.runtime.clock
+        if clock is not None:
+            clock.begin(self.schedule, self.runtime.mesh.pp)
         for place, action in enumerate(row):
             # 1. receives of later actions, as early as the plan allows
             for later in self.messages.posts[place]:
@@ -143,7 +149,11 @@ class _Step:
             # 2. what this action needs from other ranks or from another stage here
             incoming = self._incoming(place, action)
             # 3. the computation
+            if clock is not None:
+                clock.start()
             outgoing = self._compute(action, incoming)
+            if clock is not None:
+                clock.stop()
             del incoming
             # 4. its result on its way
             self._hand_on(place, action, outgoing)
