@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from model.config import DeepSeekConfig
 from model.flops import PartFlops, forward_flops
-from parallel.pipeline.catalogue import make_schedule, placement_of
+from parallel.pipeline.catalogue import AUTO, make_schedule, placement_of
 from parallel.pipeline.placement import ModelCosts, balanced, check_counts, layers_of_layout
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.simulate import ShareCosts
@@ -33,18 +33,27 @@ def schedule_of(
     where the schedule can't have these numbers.
     """
     parallel = arguments.parallel
+    ranks, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.pipeline_schedule != AUTO:
+        return make_schedule(parallel.pipeline_schedule, ranks, microbatches, chunks)
+    if chunks is None and parallel.pipeline_layers:
+        chunks = max(1, len(parallel.pipeline_layers) // ranks)
     return make_schedule(
-        parallel.pipeline_schedule,
-        parallel.pipeline_model_parallel_size,
+        AUTO,
+        ranks,
         microbatches,
-        parallel.num_virtual_stages_per_pipeline_rank,
+        chunks,
+        costs=share_costs(arguments, config),
+        memory_limit=parallel.pipeline_memory_limit,
+        placement=placement,
+        most_stages=config.num_hidden_layers,
     )
 
 
 def placement_asked(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> tuple[int, ...]:
     """The rank of each stage under the schedule that the flags name."""
     parallel = arguments.parallel
-    if parallel.pipeline_schedule == "auto":
+    if parallel.pipeline_schedule == AUTO:
         return schedule_of(arguments, config, microbatches_of(arguments, world_size)).placement
     return placement_of(
         parallel.pipeline_schedule,
