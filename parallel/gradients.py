@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -59,7 +59,8 @@ class Bucket:
         self.axis = axis
         self.parameters = parameters
         self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device)
-        self.missing: set[nn.Parameter] = set(parameters)
+        self.missing: dict[nn.Parameter, int] = {}
+        """How many backward passes outside `no_sync` each parameter still waits for in this step."""
         self.launched = False
         self.work: Work | None = None
         offset = 0
@@ -67,6 +68,7 @@ class Bucket:
             view = self.buffer[offset : offset + parameter.numel()].view(parameter.shape)
             parameter.main_grad = view  # type: ignore[attr-defined]
             offset += parameter.numel()
+        self.rearm()
 
     def launch(self) -> None:
         self.launched = True
@@ -90,7 +92,7 @@ class Bucket:
     def rearm(self) -> None:
         """Ready for the next step."""
         self.work, self.launched = None, False
-        self.missing = set(self.parameters)
+        self.missing = dict.fromkeys(self.parameters, 1)
 
 
 class _ExposedTime:
@@ -127,8 +129,9 @@ class GradientReducer:
     as its last gradient of the step is there, else all in `finish`. An fp32 parameter's `.grad` is the main gradient
     itself; a lower-precision one's is added to it after every backward and dropped.
 
-    One step: backward of all micro-batches but the last inside `no_sync()`, the last outside, then `finish()`. Ranks
-    may take different numbers of micro-batches; all must call `finish()`. patience: seconds after which waiting ranks
+    One step: backward of all micro-batches but the last inside `no_sync()`, the last outside, then `finish()`; or all
+    outside, in any order, after `expect()` has told how many they are. Ranks may take different numbers of
+    micro-batches; all must call `finish()`. patience: seconds after which waiting ranks
     name those that stay in `no_sync()` instead (see `SyncWatch`).
     """
 
@@ -181,6 +184,14 @@ class GradientReducer:
         for parameter in self.parameters:
             full = parameter.dtype == torch.float32
             parameter.grad = parameter.main_grad if full else None  # type: ignore[attr-defined]
+
+    def expect(self, passes: Mapping[nn.Parameter, int]) -> None:
+        """Before a step's first backward: how many backward passes add to each parameter's gradient in this step.
+
+        A bucket is reduced when the last one of its parameters did, whatever the order; 1 for parameters not named.
+        """
+        for parameter, count in passes.items():
+            self._bucket_of[parameter].missing[parameter] = count
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -280,11 +291,13 @@ class GradientReducer:
         if bucket.launched:
             raise RuntimeError(
                 f"a gradient of {self._name(parameter)} arrived while its bucket is being reduced: backward of all "
-                "micro-batches but the last belongs inside no_sync()"
+                "micro-batches but the last belongs inside no_sync(), or expect() must tell how many there are"
             )
         if not self._sync or not self.overlap:
             return
-        bucket.missing.discard(parameter)
+        left = bucket.missing.pop(parameter) - 1
+        if left > 0:
+            bucket.missing[parameter] = left
         # Every replica must launch in the same order, so a bucket waits for those before it even when it is ready.
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self.buckets[self._next].launch()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -110,9 +111,8 @@ class Mesh:
     """All axes of one rank. Built once, then handed to whatever needs it; there is no global.
 
     Attributes are `Axis` objects: world, tp, pp, dp, cp; dp_cp (dense gradients), stage (every rank of this pipeline
-    stage), sequence (tp and cp together: the ranks that share one sequence), ep and edp (experts and their gradients);
-    activations and gradients (the pipeline axis again, with communicators of their own, so that what flows down and
-    what flows up never queue behind each other).
+    stage), sequence (tp and cp together: the ranks that share one sequence), ep and edp (experts and their gradients).
+    `copies()` and `channel()` make more, for those who need them.
     """
 
     def __init__(self, layout: Layout, rank: int, world_size: int, device: torch.device, timeout: timedelta | None):
@@ -124,6 +124,7 @@ class Mesh:
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._copies: dict[tuple[int, ...], Axis] = {}
+        self._channels: dict[tuple[str, bool], Axis] = {}
         partitions = layout.groups(world_size)
         self.world = self._axis("world", partitions["world"])
         self.tp = self._axis("tp", partitions["tp"])
@@ -135,8 +136,6 @@ class Mesh:
         self.sequence = self._axis("sequence", partitions["sequence"])
         self.ep = self._axis("ep", partitions["ep"])
         self.edp = self._axis("edp", partitions["edp"])
-        self.activations = self._axis("activations", partitions["pp"], shared=False)
-        self.gradients = self._axis("gradients", partitions["pp"], shared=False)
 
     @classmethod
     def create(cls, layout: Layout, device: torch.device | None = None, timeout: timedelta | None = None) -> Mesh:
@@ -172,6 +171,17 @@ class Mesh:
                 partition.extend([rank] for i, rank in enumerate(column) if i not in key)
             self._copies[key] = self._axis("copies", partition, shared=False)
         return self._copies[key]
+
+    def channel(self, what: Literal["activations", "gradients"], rising: bool) -> Axis:
+        """The pipeline axis again, with a communicator of its own for messages of one kind to higher (or lower) ranks.
+
+        On NCCL the operations of a pair on one communicator form a queue, in which a send may block until its receive
+        is posted: messages that cross must not share one. Collective over the world; cached.
+        """
+        if (what, rising) not in self._channels:
+            partition = self.layout.groups(self.world_size)["pp"]
+            self._channels[what, rising] = self._axis(what, partition, shared=False)
+        return self._channels[what, rising]
 
     def _axis(self, name: str, partition: Partition, shared: bool = True) -> Axis:
         """This rank's axis from a partition of the world; axes with the same ranks share a group unless told not to.

@@ -1,14 +1,16 @@
-"""Products with a weight whose gradient is added to `parameter.main_grad` as it is computed.
+"""Products with a weight whose gradient is added to `parameter.main_grad` as it is computed, at once or later.
 
-Lives here: the linear and the grouped linear that layers use for weights that a forward pass uses once. Imports
-`kernels` only. With a gradient reducer, which sets `main_grad` (fp32), no gradient tensor is made and added afterwards:
-in fp32 the product itself accumulates, as Megatron-LM's fused weight gradient does. Without one they are ordinary
-differentiable products. Shapes: n rows, i inputs, o outputs, g groups.
+Lives here: the linear and the grouped linear that layers use for weights that a forward pass uses once, and the queue
+in which a pipeline's weight gradients wait for their action. Imports `kernels` only. With a gradient reducer, which
+sets `main_grad` (fp32), no gradient tensor is made and added afterwards: in fp32 the product itself accumulates, as
+Megatron-LM's fused weight gradient does. Without one they are ordinary differentiable products. Deferring them is the
+split of Zero Bubble (2401.10241). Shapes: n rows, i inputs, o outputs, g groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,6 +35,51 @@ def will_add_its_gradient(weight: nn.Parameter) -> nn.Parameter:
     return weight
 
 
+Gradient = Callable[[torch.Tensor | None], torch.Tensor]
+"""Of a weight, as a function: called with a tensor it adds to that in place, with None it returns the gradient."""
+
+
+class WeightGradientQueue:
+    """Where the weights of one pipeline rank leave their gradients to be computed later.
+
+    parameters: all of the rank's; those that add their gradient themselves know of the queue from then on. The others'
+    gradients (norms, router, embedding, head) come with the input's, at once: they are small, or need values (logits)
+    that are too large to keep.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._open: list[Callable[[], None]] | None = None
+        for parameter in parameters:
+            if adds_its_gradient(parameter):
+                parameter.gradient_queue = self  # type: ignore[attr-defined]
+
+    @contextmanager
+    def collect(self) -> Iterator[list[Callable[[], None]]]:
+        """Inside, backward puts weight gradients into the list that is handed out, rather than computing them."""
+        assert self._open is None, "one input gradient at a time"
+        collected: list[Callable[[], None]] = []
+        self._open = collected
+        try:
+            yield collected
+        finally:
+            self._open = None
+
+    def put(self, weight: nn.Parameter, gradient: Gradient) -> bool:
+        """Keep a gradient for later; False when it is to be computed now."""
+        if self._open is None:
+            return False
+        self._open.append(partial(_add_to_main, weight, gradient))
+        return True
+
+    @staticmethod
+    @torch.no_grad()
+    def run(collected: list[Callable[[], None]]) -> None:
+        """Compute what was collected and add it up. Each frees what it has kept before the next one runs."""
+        collected.reverse()
+        while collected:
+            collected.pop()()
+
+
 def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     """y = x Wᵀ: [..., i] -> [..., o]; weight [o, i], or a stack [m, o, i] whose outputs follow one another."""
     return _Linear.apply(x, weight)
@@ -40,7 +87,7 @@ def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
 
 def grouped_linear(x_ni: torch.Tensor, weight: nn.Parameter, ends_g: torch.Tensor) -> torch.Tensor:
     """Each row times the matrix of its group: [n, i] x [g, o, i] -> [n, o]; ends_g int32: each group's end."""
-    return grouped_matmul(x_ni, weight, ends_g, partial(_add, weight))
+    return grouped_matmul(x_ni, weight, ends_g, partial(add_gradient, weight))
 
 
 class _Linear(torch.autograd.Function):
@@ -65,7 +112,7 @@ class _Linear(torch.autograd.Function):
                     return (grad_no.t() @ x_ni).view(weight.shape)
                 return _matrix(total).addmm_(grad_no.t(), x_ni)
 
-            grad_weight = _add(weight, gradient)
+            grad_weight = add_gradient(weight, gradient)
         return grad_x, grad_weight
 
 
@@ -74,17 +121,23 @@ def _matrix(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.ndim == 2 else weight.flatten(0, -2)
 
 
-def _add(weight: nn.Parameter, gradient: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor | None:
-    """Add a gradient to the weight's main gradient and return None, or return it where there is no reducer.
+def add_gradient(weight: nn.Parameter, gradient: Gradient) -> torch.Tensor | None:
+    """From a weight's backward: add its gradient to the main gradient, now or later, and return None for autograd.
 
-    gradient(total): adds to `total` in place; for None returns the gradient itself.
+    Where there is no reducer the gradient itself is returned.
     """
-    total = getattr(weight, "main_grad", None)
-    if total is None or not adds_its_gradient(weight):
+    if getattr(weight, "main_grad", None) is None or not adds_its_gradient(weight):
         return gradient(None)
+    queue = getattr(weight, "gradient_queue", None)
+    if queue is None or not queue.put(weight, gradient):
+        _add_to_main(weight, gradient)
+    return None
+
+
+def _add_to_main(weight: nn.Parameter, gradient: Gradient) -> None:
+    total: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
     if weight.dtype == total.dtype:
         gradient(total)
     else:
         total.add_(gradient(None))
     weight.main_grad_added()  # type: ignore[attr-defined]
-    return None

@@ -49,9 +49,11 @@ _LINES = {
     "bf16": "use --precision bf16",
     "model-parallel-size": "use --tensor-model-parallel-size",
     "batch-size": "use --micro-batch-size",
-    "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout "
-    "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split": (
+    "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers": (
         "use --pipeline-layers, the layers of each stage, such as 8,10,9"
+    ),
+    "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split": (
+        "leave it out: stages are balanced by cost, with head and MTP counted"
     ),
     "ddp-bucket-size ddp-num-buckets": "use --bucket-cap-mb: MiB of fp32 gradients, not numbers of elements or buckets",
     "train-samples": "use --train-iters: samples / --global-batch-size",
@@ -167,12 +169,16 @@ _LINES = {
         "not there yet: gradients travel in fp32; --bucket-cap-mb and --overlap-grad-reduce set how"
     ),
     "use-precision-aware-optimizer exp-avg-dtype exp-avg-sq-dtype": "not there yet: optimizer states are fp32",
-    "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank "
-    "microbatch-group-size-per-virtual-pipeline-stage overlap-p2p-communication-warmup-flush": (
-        "not there yet: each rank has one stage; --pipeline-schedule has 1f1b and gpipe"
+    "num-layers-per-virtual-pipeline-stage": (
+        "use --pipeline-schedule interleaved with --num-virtual-stages-per-pipeline-rank"
     ),
-    "defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute": (
-        "not there yet: weight gradients aren't deferred; --pipeline-schedule has 1f1b and gpipe"
+    "microbatch-group-size-per-virtual-pipeline-stage": (
+        "leave it out: interleaved takes as many micro-batches in turn as there are pipeline ranks"
+    ),
+    "overlap-p2p-communication-warmup-flush": "leave it out: messages of the pipeline always overlap with computation",
+    "delay-wgrad-compute": "use --pipeline-schedule zb-v, or another of the zero-bubble ones",
+    "defer-embedding-wgrad-compute wgrad-deferral-limit": (
+        "leave it out: a zero-bubble --pipeline-schedule defers layers' weight gradients, the head's would keep logits"
     ),
     "rampup-batch-size decrease-batch-size-if-needed step-batch-size-schedule": (
         "not there yet: --global-batch-size is the same at every step"

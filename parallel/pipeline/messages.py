@@ -8,15 +8,15 @@ operations of a pair on one communicator form a queue, in which a send may block
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 
 
 class Channel(NamedTuple):
-    """A queue of messages between two ranks. what: "activations" or "gradients"; source, target: pipeline ranks."""
+    """A queue of messages from one pipeline rank to another."""
 
-    what: str
+    what: Literal["activations", "gradients"]
     source: int
     target: int
 
@@ -84,8 +84,8 @@ def _message(schedule: Schedule, action: Action, before: dict[Action, tuple[Acti
     for needed in before[action]:
         source = schedule.placement[needed.stage]
         if source != target:
-            what = "activations" if action.kind is Kind.FORWARD else "gradients"
-            return Message(Channel(what, source, target), needed, action)
+            forward = action.kind is Kind.FORWARD
+            return Message(Channel("activations" if forward else "gradients", source, target), needed, action)
     return None
 
 
@@ -105,10 +105,11 @@ def _reach(schedule: Schedule, before: dict[Action, tuple[Action, ...]]) -> dict
                 action = row[position[rank]]
                 if any(needed not in clock for needed in before[action]):
                     break
-                known = last[rank]
+                known = list(last[rank])
                 for needed in before[action]:
-                    known = list(map(max, known, clock[needed]))
-                known = list(known)
+                    # What ran on this rank is known already.
+                    if schedule.placement[needed.stage] != rank:
+                        known = list(map(max, known, clock[needed]))
                 position[rank] += 1
                 known[rank] = position[rank]
                 clock[action] = last[rank] = known

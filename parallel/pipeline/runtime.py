@@ -1,24 +1,27 @@
-"""Executes a schedule's table on this rank: receive, compute, send, action by action.
+"""Executes a schedule's table on this rank: receive, compute, hand on, action by action.
 
 Lives here: the only code that moves activations between stages. Imports `parallel` only; what a stage computes it
-doesn't know. The receive of an action is posted while the one before it computes, sends never block, and activations
-flow on one communicator, gradients on another.
+doesn't know. When a receive is posted, and on which communicator a message travels, is planned in `messages`; sends
+never block.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.comm import Work, irecv, isend
 from parallel.gradients import GradientReducer
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.check import check
+from parallel.pipeline.messages import Channel, Message, RankMessages, plan_messages
 from parallel.pipeline.schedule import Action, Kind, Schedule
+from parallel.weight_gradient import WeightGradientQueue
 
 StageForward = Callable[[torch.Tensor | None, Any], torch.Tensor]
 """(input or None on the first stage, micro-batch) -> output; on the last stage a scalar loss to differentiate."""
@@ -27,15 +30,26 @@ StageForward = Callable[[torch.Tensor | None, Any], torch.Tensor]
 class PipelineRuntime:
     """Runs schedules over the stages of this rank.
 
-    stages: the forward function of every stage this rank holds; dtype: of what is sent.
+    stages: the forward function of every stage this rank holds, mostly modules; dtype: of what is sent; finished:
+    called with a micro-batch when its last action on this rank is over, to free what it carried along.
     """
 
-    def __init__(self, mesh: Mesh, stages: Mapping[int, StageForward], dtype: torch.dtype):
+    def __init__(
+        self,
+        mesh: Mesh,
+        stages: Mapping[int, StageForward],
+        dtype: torch.dtype,
+        finished: Callable[[Any], None] | None = None,
+    ):
         self.mesh = mesh
         self.stages = stages
         self.like = torch.empty(0, dtype=dtype, device=mesh.device)
-        self._checked: dict[int, Schedule] = {}
-        self._connected: set[tuple[str, int, int]] = set()
+        self.finished = finished
+        modules = [stage for stage in stages.values() if isinstance(stage, nn.Module)]
+        self._passes = Counter(p for module in modules for p in module.parameters())
+        self._queue = WeightGradientQueue(self._passes)
+        self._plans: dict[int, tuple[Schedule, RankMessages]] = {}
+        self._axes: dict[Channel, Axis] = {}
 
     def run(
         self,
@@ -44,11 +58,12 @@ class PipelineRuntime:
         shape: torch.Size,
         reducer: GradientReducer | None = None,
     ) -> None:
-        """Execute this rank's row of the table.
+        """Execute this rank's row of the table. Collective over the pipeline.
 
         microbatches: one object for each, handed to the stages; shape: of the activations between stages, the same for
-        all; reducer: needed when the table has backward actions; each stage's last backward runs outside its `no_sync`,
-        so its buckets start reducing. Raises ValueError for an illegal table or a wrong number of micro-batches.
+        all; reducer: needed when the table has backward actions; it starts to reduce a bucket when the last gradient of
+        its parameters is there. Raises ValueError for an illegal table or a wrong number of micro-batches,
+        RuntimeError naming the action that waited when a peer is gone.
         """
         if schedule.microbatches != len(microbatches):
             raise ValueError(f"{schedule.name} is for {schedule.microbatches} micro-batches, got {len(microbatches)}")
@@ -56,110 +71,155 @@ class PipelineRuntime:
             raise ValueError(
                 f"{schedule.name} is a table for {schedule.ranks} pipeline ranks, this pipeline has {self.mesh.pp.size}"
             )
-        if id(schedule) not in self._checked:
-            check(schedule)
-            self._connect(schedule)
-            self._checked[id(schedule)] = schedule
+        messages = self._plan(schedule)
         row = schedule.actions[self.mesh.pp.rank]
-        posted = self._post(schedule, row[0], shape) if row else None
-        local: dict[Action, torch.Tensor] = {}
-        kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        sends: deque[tuple[Work, torch.Tensor]] = deque()
-        last_backward = {action.stage: action for action in row if action.kind is Kind.BACKWARD}
+        if any(action.kind is not Kind.FORWARD for action in row):
+            assert reducer is not None, "a table with backward actions needs a reducer"
+            passes = {p: stages * len(microbatches) for p, stages in self._passes.items() if p.requires_grad}
+            reducer.expect(passes)
+        _Step(self, schedule, messages, microbatches, shape).run(row)
 
-        for action, following in zip(row, (*row[1:], None), strict=True):
-            while sends and sends[0][0].is_completed():
-                sends.popleft()
-            incoming = self._incoming(schedule, action, posted, local)
-            # Not earlier: on a GPU a receive waits on the device, and one that itself depends on work not launched yet
-            # would never end if anything synchronised the device meanwhile.
-            posted = self._post(schedule, following, shape) if following else None
-            outgoing: torch.Tensor | None
-            if action.kind is Kind.FORWARD:
-                training = action.stage in last_backward
-                if incoming is not None and training:
-                    incoming.requires_grad_()
-                with torch.set_grad_enabled(training):
-                    output = self.stages[action.stage](incoming, microbatches[action.microbatch])
-                if training:
-                    kept[action.stage, action.microbatch] = (incoming, output)
-                outgoing = output.detach()
-            else:
-                assert reducer is not None, "a table with backward actions needs a reducer"
-                entered, output = kept.pop((action.stage, action.microbatch))
-                with nullcontext() if last_backward[action.stage] == action else reducer.no_sync():
-                    torch.autograd.backward(output, incoming)
-                outgoing = entered.grad if entered is not None else None
-            self._pass_on(schedule, action, outgoing, sends, local)
-        # Nobody may leave with a message still under way: the receiver would see a closed connection.
-        for work, _ in sends:
-            work.wait()
+    def _plan(self, schedule: Schedule) -> RankMessages:
+        """This rank's messages in the table, which is checked, and whose channels are connected, the first time."""
+        if id(schedule) not in self._plans:
+            check(schedule)
+            plans = plan_messages(schedule)
+            self._connect(sorted({message.channel for plan in plans for message in plan.sent.values()}))
+            self._plans[id(schedule)] = schedule, plans[self.mesh.pp.rank]
+        return self._plans[id(schedule)][1]
 
-    def _connect(self, schedule: Schedule) -> None:
-        """Use every directed edge of the table once, in one order on all ranks.
+    def _connect(self, channels: list[Channel]) -> None:
+        """Use every channel once, in one order on all ranks.
 
         A backend connects two ranks when they first meet, and blocks until both are there (NCCL always, gloo when
         lazy). Were the first use the early-posted receives, two neighbours could each wait for the other on another
-        edge.
+        channel.
         """
-        for axis, step in ((self.mesh.activations, 1), (self.mesh.gradients, -1)):
-            for stage, source in enumerate(schedule.placement):
-                target = schedule.placement[stage + step] if 0 <= stage + step < schedule.stages else source
-                edge = (axis.name, source, target)
-                if source == target or edge in self._connected:
-                    continue
-                self._connected.add(edge)
-                if axis.rank == source:
-                    isend(self.like.new_zeros(1), axis, target).wait()
-                elif axis.rank == target:
-                    irecv(self.like.new_empty(1), axis, source).wait()
+        for channel in channels:
+            if channel in self._axes:
+                continue
+            axis = self._axes[channel] = self.mesh.channel(channel.what, rising=channel.source < channel.target)
+            if axis.rank == channel.source:
+                isend(self.like.new_zeros(1), axis, channel.target).wait()
+            elif axis.rank == channel.target:
+                irecv(self.like.new_empty(1), axis, channel.source).wait()
 
-    def _edge(self, schedule: Schedule, action: Action, step: int) -> tuple[Axis, int] | None:
-        """Axis and peer of the neighbour stage `step` further along the action's direction; None beyond the ends."""
-        stage = action.stage + (step if action.kind is Kind.FORWARD else -step)
-        if not 0 <= stage < schedule.stages:
-            return None
-        axis = self.mesh.activations if action.kind is Kind.FORWARD else self.mesh.gradients
-        return axis, schedule.placement[stage]
+    def axis_of(self, message: Message) -> Axis:
+        """The communicator on which a message travels."""
+        return self._axes[message.channel]
 
-    def _post(self, schedule: Schedule, action: Action, shape: torch.Size) -> tuple[torch.Tensor, Work] | None:
-        """Start to receive what `action` needs from another rank; None when it needs nothing from one."""
-        edge = self._edge(schedule, action, -1)
-        if edge is None or edge[1] == self.mesh.pp.rank:
-            return None
-        axis, peer = edge
-        buffer = self.like.new_empty(shape)
-        return buffer, irecv(buffer, axis, peer)
 
-    def _incoming(
+class _Step:
+    """What one execution of a table keeps while it runs."""
+
+    def __init__(
         self,
+        runtime: PipelineRuntime,
         schedule: Schedule,
-        action: Action,
-        posted: tuple[torch.Tensor, Work] | None,
-        local: dict[Action, torch.Tensor],
-    ) -> torch.Tensor | None:
-        if posted is not None:
-            buffer, work = posted
-            work.wait()
+        messages: RankMessages,
+        microbatches: Sequence[Any],
+        shape: torch.Size,
+    ):
+        self.runtime, self.schedule, self.messages = runtime, schedule, messages
+        self.microbatches, self.shape = microbatches, shape
+        self.rank = runtime.mesh.pp.rank
+        self.posted: dict[int, tuple[torch.Tensor, Work]] = {}
+        self.sends: deque[tuple[Work, torch.Tensor, Message]] = deque()
+        self.here: dict[tuple[int, int, int], torch.Tensor] = {}
+        """What one stage of this rank has for another, by its direction, the other stage and the micro-batch."""
+        self.kept: dict[tuple[int, int], tuple[torch.Tensor | None, GradientEdge, torch.Tensor | None]] = {}
+        """Of a micro-batch on a stage: its input, where backward starts, and on the last stage the gradient there."""
+        self.deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
+
+    def run(self, row: Sequence[Action]) -> None:
+        """The numbered steps of every action: post, receive, compute, hand on, forget."""
+        self.training = any(action.kind is not Kind.FORWARD for action in row)
+        left = Counter(action.microbatch for action in row)
+        for place, action in enumerate(row):
+            # 1. receives of later actions, as early as the plan allows
+            for later in self.messages.posts[place]:
+                self._post(later)
+            # 2. what this action needs from other ranks or from another stage here
+            incoming = self._incoming(place, action)
+            # 3. the computation
+            outgoing = self._compute(action, incoming)
+            del incoming
+            # 4. its result on its way
+            self._hand_on(place, action, outgoing)
+            # 5. sends that are done, micro-batches that are over
+            while self.sends and self.sends[0][0].is_completed():
+                self.sends.popleft()
+            left[action.microbatch] -= 1
+            if self.runtime.finished is not None and not left[action.microbatch]:
+                self.runtime.finished(self.microbatches[action.microbatch])
+        # Nobody may leave with a message still under way: the receiver would see a closed connection.
+        for work, _, message in self.sends:
+            self._wait(work, f"{message.sender} to be received by", message.channel.target)
+
+    def _post(self, place: int) -> None:
+        message = self.messages.received[place]
+        buffer = self.runtime.like.new_empty(self.shape)
+        self.posted[place] = buffer, irecv(buffer, self.runtime.axis_of(message), message.channel.source)
+
+    def _incoming(self, place: int, action: Action) -> torch.Tensor | None:
+        if place in self.posted:
+            buffer, work = self.posted.pop(place)
+            message = self.messages.received[place]
+            self._wait(work, f"{action} to get {message.channel.what} of {message.sender} from", message.channel.source)
             return buffer
-        return None if self._edge(schedule, action, -1) is None else local.pop(action)
+        return self.here.pop((action.kind.hands_on, action.stage, action.microbatch), None)
 
-    def _pass_on(
-        self,
-        schedule: Schedule,
-        action: Action,
-        outgoing: torch.Tensor | None,
-        sends: deque[tuple[Work, torch.Tensor]],
-        local: dict[Action, torch.Tensor],
-    ) -> None:
-        edge = self._edge(schedule, action, 1)
-        if edge is None:
+    def _wait(self, work: Work, what: str, peer: int) -> None:
+        """Raises RuntimeError that names what was waited for, and from which rank, when the peer is gone."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            peers = self.runtime.mesh.pp.ranks
+            raise RuntimeError(
+                f"pipeline rank {self.rank} ({self.schedule.name}) waited for {what} pipeline rank {peer} "
+                f"(rank {peers[peer]}): {error}"
+            ) from error
+
+    def _compute(self, action: Action, incoming: torch.Tensor | None) -> torch.Tensor | None:
+        """Run one action; returns what the stage after it (forward) or before it (backward) gets."""
+        key = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD:
+            return self._forward(action, incoming)
+        if action.kind is Kind.BACKWARD:
+            return self._backward(action, incoming)
+        if action.kind is Kind.INPUT_GRADIENT:
+            with self.runtime._queue.collect() as self.deferred[key]:
+                return self._backward(action, incoming)
+        self.runtime._queue.run(self.deferred.pop(key))
+        return None
+
+    def _forward(self, action: Action, incoming: torch.Tensor | None) -> torch.Tensor:
+        if incoming is not None and self.training:
+            incoming.requires_grad_()
+        with torch.set_grad_enabled(self.training):
+            output = self.runtime.stages[action.stage](incoming, self.microbatches[action.microbatch])
+        if self.training:
+            # The edge rather than the tensor: the output's values are freed as soon as they were sent.
+            last = action.stage == self.schedule.stages - 1
+            start = torch.ones_like(output) if last else None
+            self.kept[action.stage, action.microbatch] = incoming, get_gradient_edge(output), start
+        return output.detach()
+
+    def _backward(self, action: Action, incoming: torch.Tensor | None) -> torch.Tensor | None:
+        entered, edge, start = self.kept.pop((action.stage, action.microbatch))
+        torch.autograd.backward((edge,), (incoming if start is None else start,))
+        return None if entered is None else entered.grad
+
+    def _hand_on(self, place: int, action: Action, outgoing: torch.Tensor | None) -> None:
+        direction = action.kind.hands_on
+        stage = action.stage + direction
+        if direction == 0 or not 0 <= stage < self.schedule.stages:
             return
         assert outgoing is not None, f"{action} has a neighbour to send to and nothing to send"
-        axis, peer = edge
-        if peer == self.mesh.pp.rank:
-            step = 1 if action.kind is Kind.FORWARD else -1
-            local[action._replace(stage=action.stage + step)] = outgoing
+        message = self.messages.sent.get(place)
+        if message is None:
+            self.here[direction, stage, action.microbatch] = outgoing
         else:
             outgoing = outgoing.contiguous()
-            sends.append((isend(outgoing, axis, peer), outgoing))
+            work = isend(outgoing, self.runtime.axis_of(message), message.channel.target)
+            self.sends.append((work, outgoing, message))

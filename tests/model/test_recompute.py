@@ -22,9 +22,10 @@ from model.deepseek import DeepSeekStage, ModelOptions, build_stages
 from model.microbatch import MicroBatch, set_denominators
 from model.mlp import DenseMLP
 from model.moe import MoE, routers
-from parallel import weight_gradient
+from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.recompute import discard, recomputed
+from parallel.weight_gradient import WeightGradientQueue, adds_its_gradient
 from tests.layouts import CONFIGS
 from training.arguments import RECOMPUTE_MODULES
 
@@ -183,7 +184,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
-        self.weights = {StorageWeakRef(parameter.untyped_storage()).cdata for parameter in stage.parameters()}
+        owned = [x for weight in stage.parameters() for x in (weight, getattr(weight, "main_grad", weight))]
+        self.known = {StorageWeakRef(x.untyped_storage()).cdata for x in owned}
         self.made: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,7 +193,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, torch.Tensor):
                 weak = StorageWeakRef(tensor.untyped_storage())
-                if weak.cdata not in self.weights:
+                if weak.cdata not in self.known:
                     self.made.setdefault(weak.cdata, weak)
         return result
 
@@ -242,30 +244,23 @@ def test_recomputation_frees_what_shapes_promise() -> None:
     assert 0 <= more - tokens * config.hidden_size * float32 <= tokens * 8 * config.n_routed_experts
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_weight_gradients_that_are_put_off_see_what_was_recomputed(
-    case: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weight_gradients_that_are_put_off_see_what_was_recomputed_and_free_it(seed: int) -> None:
     config, mesh = tiny("v3"), Mesh.create(Layout())
     expected = numbers(build(config, mesh, NONE, torch.float32), batch_of(config, mesh, seed))
-    stage, batch = build(config, mesh, CASES[case], torch.float32), batch_of(config, mesh, seed)
-    later: list[tuple[nn.Parameter, Callable[[None], torch.Tensor]]] = []
-    with LiveBytes(stage) as live:
-        monkeypatch.setattr(weight_gradient, "_add", lambda weight, gradient: later.append((weight, gradient)))
-        found = numbers(stage, batch)
-        kept = [live.total()]
-        assert len(later) == sum(weight_gradient.adds_its_gradient(weight) for weight in stage.parameters())
-        while later:
-            weight, gradient = later.pop(0)
-            with torch.no_grad():
-                weight.grad = gradient(None)
-            del gradient
-            kept.append(live.total() - sum(x.grad.nbytes for x in stage.parameters() if x.grad is not None))
-    found |= {f"gradient of {name}": x.grad for name, x in stage.named_parameters() if x.grad is not None}
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    # Nothing of the pass is left but what was reported and the routers' choice.
-    reported = sum(x.nbytes for x in batch.losses.values())
-    print(kept, reported)
+    for case, options in {"none": NONE, **CASES}.items():
+        stage, batch = build(config, mesh, options, torch.float32), batch_of(config, mesh, seed)
+        reducer = GradientReducer(stage.named_parameters(), mesh)
+        queue = WeightGradientQueue(stage.parameters())
+        with LiveBytes(stage) as live:
+            with queue.collect() as collected:
+                found = numbers(stage, batch)
+            assert len(collected) == sum(adds_its_gradient(weight) for weight in stage.parameters()), case
+            waiting = live.total()
+            queue.run(collected)
+            assert live.total() < 0.01 * waiting, case  # reported losses, counts, the router's choice
+        reducer.finish()
+        found |= {f"gradient of {name}": weight.main_grad for name, weight in stage.named_parameters()}
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == [], case
 
 
 def test_discarded_outputs_are_back_for_every_consumer_and_freed_after_the_last() -> None:

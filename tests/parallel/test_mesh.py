@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from parallel.comm import all_reduce_
 from parallel.mesh import Layout, Mesh
 
-AXES = ("world", "tp", "cp", "dp", "pp", "dp_cp", "stage", "sequence", "ep", "edp", "activations", "gradients")
+AXES = ("world", "tp", "cp", "dp", "pp", "dp_cp", "stage", "sequence", "ep", "edp")
+
+CHANNELS: list[tuple[Any, bool]] = [(what, rising) for what in ("activations", "gradients") for rising in (True, False)]
 
 
 @st.composite
@@ -153,12 +155,15 @@ def groups_on_real_ranks() -> list[dict[str, Any]]:
         mesh = Mesh.create(layout)
         axes = {name: getattr(mesh, name) for name in AXES}
         axes["copies"] = mesh.copies((layout.pp - 1, 0))
+        for what, rising in CHANNELS:
+            axes[f"{what} {rising}"] = mesh.channel(what, rising)
         seen: dict[str, Any] = {name: members_by_all_reduce(mesh, axis) for name, axis in axes.items()}
         seen["places"] = {name: (axis.ranks, axis.rank) for name, axis in axes.items()}
         seen["communicators"] = {name: id(axis.group) for name, axis in axes.items() if axis.group is not None}
         # Asked for again, by one rank only: had it to communicate, this would hang.
         if mesh.rank == 0:
             assert mesh.copies((0, layout.pp - 1)) is axes["copies"]
+            assert mesh.channel("gradients", True) is axes["gradients True"]
         found.append(seen)
     return found
 
@@ -167,7 +172,7 @@ def test_communicators_join_the_ranks_of_their_axis(run_ranks: Callable[..., lis
     results = run_ranks(8, groups_on_real_ranks)
     for number, layout in enumerate((Layout(tp=2, cp=2, ep=4), Layout(pp=4))):
         groups = layout.groups(8)
-        groups["activations"] = groups["gradients"] = groups["pp"]
+        groups |= {f"{what} {rising}": groups["pp"] for what, rising in CHANNELS}
         ends = [sorted({column[0], column[-1]}) for column in groups["pp"]]
         groups["copies"] = ends + [[r] for r in range(8) if not any(r in pair for pair in ends)]
         for rank in range(8):
@@ -183,6 +188,6 @@ def test_communicators_join_the_ranks_of_their_axis(run_ranks: Callable[..., lis
     assert first["ep"] == first["sequence"]
     assert first["edp"] == first["dp"]
     assert len(set(first.values())) == 6, "world, tp, cp, dp, dp_cp, sequence"
-    # Layout(pp=4): one tp rank, so dp, dp_cp, stage and edp are the same pairs; messages up and down have their own.
+    # Layout(pp=4): one tp rank, so dp, dp_cp, stage and edp are the same pairs; messages that cross have their own.
     assert second["dp"] == second["dp_cp"] == second["stage"] == second["edp"]
-    assert len({second["pp"], second["activations"], second["gradients"]}) == 3
+    assert len({second[name] for name in ("pp", *(f"{what} {rising}" for what, rising in CHANNELS))}) == 5

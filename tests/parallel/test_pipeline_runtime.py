@@ -196,7 +196,7 @@ def test_each_message_is_sent_once_and_waited_for(run_ranks: RunRanks, seed: int
 
 
 def test_buckets_are_on_their_way_when_the_last_backward_ends(run_ranks: RunRanks, seed: int) -> None:
-    """Each stage's last backward runs outside no_sync, so that `finish` finds nothing left to launch."""
+    """The last backward of a stage launches its bucket, so that `finish` finds nothing left to launch."""
     for rank, records in enumerate(run_ranks(2, run_tables, seed, TABLES[2][-3:])):
         for table, record in zip(TABLES[2][-3:], records, strict=True):
             assert record["launched"] == [True], (rank, table.name)
