@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ SEQUENCE, SEQUENCES = 48, 2
 def tiny(version: str) -> DeepSeekConfig:
     """One dense layer, one with experts, and MTP's."""
     config = DeepSeekConfig.from_file(CONFIGS / f"tiny_{version}.json")
-    return dataclasses.replace(config, num_hidden_layers=2, vocab_size=250)
+    return dataclasses.replace(config, num_hidden_layers=2, hidden_size=64, intermediate_size=160, vocab_size=150)
 
 
 def build(config: DeepSeekConfig, mesh: Mesh, options: ModelOptions, dtype: torch.dtype) -> DeepSeekStage:
@@ -198,7 +197,6 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def total(self) -> int:
-        gc.collect()
         alive = [torch.UntypedStorage._new_with_weak_ptr(weak.cdata) for weak in self.made.values()]
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
