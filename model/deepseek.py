@@ -22,7 +22,7 @@ from model.moe import MoE
 from model.rotary import rotary_frequencies, rotation
 from parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from parallel.mesh import Mesh
-from parallel.pipeline.placement import split_layers
+from parallel.pipeline.placement import ModelCosts, as_ranges, balanced, check_counts
 from parallel.sharding import initialise
 from parallel.tensor import ReplicatedLinear, SequenceRMSNorm, VocabularyParallelEmbedding, VocabularyParallelHead
 
@@ -86,9 +86,9 @@ class MTPBlock(Block):
 class DeepSeekStage(nn.Module):
     """The part of the model that one pipeline stage computes.
 
-    layers: numbers of its blocks; first: has the embedding; last: has the final norm, the head and all MTP layers (and
-    a copy of the embedding for those, kept alike by the gradient reducer). embedding_ranks: pipeline ranks with an
-    embedding.
+    layers: numbers of its blocks, maybe none on the first and the last stage; first: has the embedding; last: has the
+    final norm, the head and all MTP layers. Those need the embedding too: the first stage's where that lies on the same
+    rank (embedding), else a copy, kept alike by the gradient reducer. embedding_ranks: pipeline ranks with one.
     """
 
     inv_freq: torch.Tensor
@@ -102,6 +102,7 @@ class DeepSeekStage(nn.Module):
         last: bool,
         options: ModelOptions,
         embedding_ranks: tuple[int, ...] = (),
+        embedding: VocabularyParallelEmbedding | None = None,
     ):
         super().__init__()
         self.config, self.options, self.tp = config, options, mesh.tp
@@ -111,7 +112,7 @@ class DeepSeekStage(nn.Module):
         mtp_layers = range(config.num_hidden_layers, config.num_layers_with_mtp) if last else range(0)
         self.embed_tokens: VocabularyParallelEmbedding | None = None
         if first or mtp_layers:
-            self.embed_tokens = VocabularyParallelEmbedding(
+            self.embed_tokens = embedding or VocabularyParallelEmbedding(
                 config.vocab_size, config.hidden_size, mesh, embedding_ranks
             )
         self.layers = nn.ModuleDict({str(i): Block(config, mesh, i) for i in layers})
@@ -206,26 +207,30 @@ def build_stages(
     placement: tuple[int, ...],
     options: ModelOptions,
     seed: int,
-    pipeline_layers: tuple[int, ...] | None = None,
+    layer_counts: tuple[int, ...] | None = None,
 ) -> dict[int, DeepSeekStage]:
     """The stages of this rank, initialised from `seed` and global names. Collective (copies of the embedding meet).
 
-    placement: the pipeline rank of every stage; pipeline_layers: blocks of every stage, evenly when None. Parameters
-    are fp32 on the mesh's device.
+    placement: the pipeline rank of every stage; layer_counts: blocks of every stage, evenly when None. Parameters
+    are fp32 on the mesh's device. Raises ValueError where the counts don't fit the model.
     """
-    split = split_layers(config.num_hidden_layers, len(placement), pipeline_layers)
+    layers = config.num_hidden_layers
+    if layer_counts is None:
+        layer_counts = balanced(ModelCosts((1.0,) * layers, 0.0, 0.0), placement)
+    check_counts(layer_counts, layers, len(placement), f"a pipeline of {list(layer_counts)} layers")
     embedding_ranks = tuple(dict.fromkeys((placement[0], placement[-1]))) if config.num_mtp_layers else ()
     if len(embedding_ranks) < 2:
         embedding_ranks = ()
     else:
         mesh.copies(embedding_ranks)
-    stages = {}
-    for stage, layers in enumerate(split):
+    stages: dict[int, DeepSeekStage] = {}
+    for stage, numbers in enumerate(as_ranges(layer_counts)):
         if placement[stage] != mesh.pp.rank:
             continue
         first, last = stage == 0, stage == len(placement) - 1
+        shared = stages[0].embed_tokens if last and 0 in stages else None
         with torch.device(mesh.device):
-            module = DeepSeekStage(config, mesh, layers, first, last, options, embedding_ranks)
+            module = DeepSeekStage(config, mesh, numbers, first, last, options, embedding_ranks, shared)
         initialise(module.named_parameters(), mesh, seed, config.initializer_range)
         stages[stage] = module
     return stages

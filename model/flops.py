@@ -7,6 +7,7 @@ DeepSeek-V2/V3 reports (arXiv 2405.04434, 2412.19437); one multiply-add is two o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from model.config import DeepSeekConfig
 
@@ -43,14 +44,38 @@ def flops_per_token(config: DeepSeekConfig, seq_length: int) -> float:
     counted, nor is the half of attention that the causal mask removes. V3 at 4096: 250.4 GFLOP, 260.6 with its MTP
     layer.
     """
+    parts = forward_flops(config, seq_length)
+    return 3 * (sum(layer.products + layer.attention for layer in (*parts.layers, *parts.last)))
+
+
+class PartFlops(NamedTuple):
+    """Forward FLOPs of one token: products with weights, whose gradient is a product too, and those of attention."""
+
+    products: float
+    attention: float
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Forward FLOPs of one token in each layer, and in what the last pipeline stage has besides: head and MTP layers."""
+
+    layers: tuple[PartFlops, ...]
+    last: tuple[PartFlops, ...]
+
+
+def forward_flops(config: DeepSeekConfig, seq_length: int) -> ForwardFlops:
+    """Part by part, for one token of a sequence of `seq_length`. The embedding only looks up."""
     head = config.vocab_size * config.hidden_size
-    products = head + sum(_matmul_parameters(config, layer) for layer in range(config.num_hidden_layers))
-    for layer in _mtp_layers(config):
-        products += head + 2 * config.hidden_size**2 + _matmul_parameters(config, layer)
     # A token looks back at seq_length / 2 others on average: q·k over a head's key width, p·v over its value width.
     width = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    attention = 2 * width * seq_length / 2 * (config.num_hidden_layers + len(_mtp_layers(config)))
-    return 3 * (2 * products + attention)
+    attention = 2 * width * seq_length / 2
+
+    def block(layer: int, more: int = 0) -> PartFlops:
+        return PartFlops(2.0 * (_matmul_parameters(config, layer) + more), attention)
+
+    last = [PartFlops(2.0 * head, 0.0)]
+    last += [block(layer, head + 2 * config.hidden_size**2) for layer in _mtp_layers(config)]
+    return ForwardFlops(tuple(map(block, range(config.num_hidden_layers))), tuple(last))
 
 
 def _mtp_layers(config: DeepSeekConfig) -> range:

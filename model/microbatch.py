@@ -71,6 +71,11 @@ class MicroBatch:
         value = value.detach()
         self.losses[name] = self.losses[name] + value if name in self.losses else value
 
+    def finished(self) -> None:
+        """Its last forward and backward on this rank are over: free what the layers left behind for later."""
+        self.rotation = self.attention_mask = None
+        self.routing.clear()
+
     def mtp_tokens(self, depth: int) -> torch.Tensor:
         """Input tokens of MTP depth 1, 2, …: t_{i+depth} at i. What lies beyond the sample repeats its last."""
         return _shift(self.labels, depth - 1)

@@ -13,24 +13,27 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 
-def layers_from_text(text: str) -> tuple[int, ...]:
+def numbers_from_text(text: str, number: type[int] | type[float]) -> tuple[Any, ...]:
     """ "2,1,1" as (2, 1, 1); an empty text is (). Raises ValueError for anything else."""
     try:
-        return tuple(int(word) for word in text.split(",")) if text.strip() else ()
+        return tuple(number(word) for word in text.split(",")) if text.strip() else ()
     except ValueError:
-        raise ValueError(f"must be whole numbers such as 2,1,1, not {text!r}") from None
+        kind = "whole numbers" if number is int else "numbers"
+        raise ValueError(f"must be {kind} such as 2,1,1, not {text!r}") from None
 
 
-LayerList = Annotated[
-    tuple[int, ...],
-    tyro.constructors.PrimitiveConstructorSpec(
+def _comma_list(number: type[int] | type[float], metavar: str) -> Any:
+    return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar="N,N,...",
-        instance_from_str=lambda words: layers_from_text(words[0]),
+        metavar=metavar,
+        instance_from_str=lambda words: numbers_from_text(words[0], number),
         is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda layers: [",".join(map(str, layers))],
-    ),
-]
+        str_from_instance=lambda values: [",".join(map(str, values))],
+    )
+
+
+LayerList = Annotated[tuple[int, ...], _comma_list(int, "N,N,...")]
+CostList = Annotated[tuple[float, ...], _comma_list(float, "F,B,W[,SEND]")]
 
 T = TypeVar("T")
 Unset = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
@@ -83,10 +86,20 @@ class ParallelArguments:
     """Ranks that split each sequence in attention."""
     expert_model_parallel_size: int = 1
     """Ranks that share the routed experts of a layer."""
-    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of forward and backward passes in the pipeline."""
+    pipeline_schedule: Literal[
+        "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v", "auto"
+    ] = "1f1b"
+    """Order of the passes in the pipeline; docs/pipeline.md says which one when."""
+    num_virtual_stages_per_pipeline_rank: Unset[int] = None
+    """Stages that each rank holds under the schedule interleaved; by default 2."""
     pipeline_layers: LayerList = ()
-    """Layers of each stage, such as 2,1,1; by default as even as can be."""
+    """Layers of each stage in the model's order, such as 2,1,1; by default balanced by cost, head and MTP counted."""
+    pipeline_model_parallel_layout: Unset[str] = None
+    """The same as Megatron writes it, such as "Et*3|(tt|)*28,mL": E embedding, t layer, m MTP, L head, | next stage."""
+    pipeline_costs: CostList = ()
+    """For auto: times of a rank's forward, input gradient and weight gradient, and of a message; by default counted."""
+    pipeline_memory_limit: Unset[float] = None
+    """For auto: how many micro-batches' activations a rank may keep; by default as many as there are ranks, as 1f1b."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 import tyro
 import yaml
 
-from training.arguments import GROUP_OF, Arguments, layers_from_text
+from training.arguments import GROUP_OF, Arguments, numbers_from_text
 from training.failures import ConfigurationError
 from training.megatron import EXACT, instead_of, nearly
 
@@ -215,8 +215,8 @@ def _convert(value: Any, declared: Any) -> Any:
             raise ValueError(f"must be one of {', '.join(map(str, options))}, not {value!r}")
         return value
     if origin is tuple:
-        if options[0] is int and isinstance(value, str):
-            return layers_from_text(value)
+        if options[0] in (int, float) and isinstance(value, str):
+            return numbers_from_text(value, options[0])
         return tuple(_convert(item, options[0]) for item in (value if isinstance(value, list | tuple) else [value]))
     if declared is bool and isinstance(value, bool):
         return value

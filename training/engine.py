@@ -19,11 +19,11 @@ from model.moe import routers, update_router_bias
 from parallel.comm import all_reduce_, barrier
 from parallel.gradients import GradientReducer
 from parallel.mesh import Mesh
-from parallel.pipeline.catalogue import make_schedule
 from parallel.pipeline.runtime import PipelineRuntime
 from parallel.pipeline.schedule import Schedule
 from training.arguments import Arguments
 from training.optimizer import Optimizer
+from training.pipeline import layers_of_stages, placement_asked, schedule_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -50,8 +50,8 @@ class Engine:
 
     def __init__(self, config: DeepSeekConfig, arguments: Arguments, mesh: Mesh):
         self.config, self.arguments, self.mesh = config, arguments, mesh
-        training, parallel = arguments.training, arguments.parallel
-        placement = make_schedule(parallel.pipeline_schedule, mesh.pp.size, 1).placement
+        training = arguments.training
+        self.placement = placement_asked(arguments, config, mesh.world_size)
         options = ModelOptions(
             recompute=training.recompute_granularity,
             mtp_loss_scaling_factor=arguments.model.mtp_loss_scaling_factor,
@@ -60,10 +60,10 @@ class Engine:
         self.stages = build_stages(
             config,
             mesh,
-            placement,
+            self.placement,
             options,
             arguments.run.seed,
-            parallel.pipeline_layers or None,
+            layers_of_stages(arguments, config, self.placement),
         )
         self.dtype = DTYPES[training.precision]
         for _, parameter in self.named_parameters():
@@ -74,11 +74,11 @@ class Engine:
             mesh,
             arguments.distributed.bucket_cap_mb,
             arguments.distributed.overlap_grad_reduce,
-            # The runtime never leaves a rank in no_sync: only just before the group's timeout is a late rank a fault.
+            # The runtime never enters no_sync: only just before the group's timeout is a late rank a fault.
             patience=0.9 * 60 * arguments.distributed.distributed_timeout_minutes,
         )
         self.optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
-        self.runtime = PipelineRuntime(mesh, self.stages, self.dtype)
+        self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished)
         self.routers = routers(self.stages.values())
         # Each communicator is used once, in one order on all ranks: none is then set up in the middle of a step.
         for axis in mesh.collective_axes():
@@ -86,9 +86,9 @@ class Engine:
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Global name and parameter, in forward order, of every stage of this rank."""
-        for stage in self.stages.values():
-            yield from stage.parameters_in_forward_order()
+        """Global name and parameter, in forward order, of every stage of this rank; what two stages share comes once."""
+        named = [entry for stage in self.stages.values() for entry in stage.parameters_in_forward_order()]
+        yield from dict(named).items()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Persistent buffers (router biases) by global name; whole and equal on every rank of the stage."""
@@ -151,7 +151,7 @@ class Engine:
     def _schedule(self, microbatches: int, training: bool) -> Schedule:
         key = (microbatches, training)
         if key not in self._schedules:
-            table = make_schedule(self.arguments.parallel.pipeline_schedule, self.mesh.pp.size, microbatches)
+            table = schedule_of(self.arguments, self.config, microbatches, self.placement)
             self._schedules[key] = table if training else table.forward_only()
         return self._schedules[key]
 

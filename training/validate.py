@@ -53,6 +53,7 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
     errors = [
         *_check_ranges(arguments),
         *_check_layout(arguments, model_config, world_size),
+        *_check_pipeline(arguments, model_config, world_size),
         *_check_not_yet(arguments),
         *_check_batches(arguments, model_config, world_size),
         *_check_schedule(arguments),
@@ -72,6 +73,7 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
 _AT_LEAST_ONE = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
     "context_parallel_size",
     "expert_model_parallel_size",
     "train_iters",
@@ -98,6 +100,7 @@ _AT_LEAST_ZERO = (
     "init_method_std",
 )
 _ABOVE_ZERO = (
+    "pipeline_memory_limit",
     "adam_eps",
     "bucket_cap_mb",
     "distributed_timeout_minutes",
@@ -154,26 +157,43 @@ def _check_layout(arguments: Arguments, config: DeepSeekConfig, world_size: int)
             f"--expert-model-parallel-size {ep} doesn't divide the model's {config.n_routed_experts} routed experts: "
             f"use one of {_divisors(config.n_routed_experts)}"
         )
-    yield from _check_stages(parallel.pipeline_layers, pp, config.num_hidden_layers)
 
 
-def _check_stages(given: tuple[int, ...], pp: int, layers: int) -> Iterator[str]:
-    if pp > layers:
+def _check_pipeline(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
+    """The schedule can have these numbers, and every stage gets something to do."""
+    from training.pipeline import layers_of_stages, microbatches_of, placement_asked, schedule_of
+
+    parallel, training = arguments.parallel, arguments.training
+    sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size)
+    if min(*sizes, training.micro_batch_size, training.global_batch_size) < 1:
+        return  # said already
+    costs, limit = parallel.pipeline_costs, parallel.pipeline_memory_limit
+    if costs and (len(costs) not in (3, 4) or not all(0 <= cost < math.inf for cost in costs) or sum(costs[:3]) == 0):
         yield (
-            f"--pipeline-model-parallel-size {pp} needs at least {pp} layers and the model has {layers}: "
-            f"lower it to {layers} or less"
+            f"--pipeline-costs {','.join(map(str, costs))} isn't three times above 0, and one of a message: "
+            "give forward, input gradient, weight gradient, such as 1,1.2,0.8 or 1,1.2,0.8,0.1"
         )
         return
-    if not given:
+    for name, value in (("pipeline_costs", costs), ("pipeline_memory_limit", limit)):
+        if value and parallel.pipeline_schedule != "auto":
+            yield f"{_flag(name)} is for --pipeline-schedule auto, not {parallel.pipeline_schedule}: leave it out"
+    if parallel.pipeline_layers and parallel.pipeline_model_parallel_layout is not None:
+        yield "--pipeline-layers and --pipeline-model-parallel-layout say the same: leave one out"
         return
-    text = f"--pipeline-layers {','.join(map(str, given))}"
-    if len(given) != pp:
-        yield f"{text} names {len(given)} stages and --pipeline-model-parallel-size is {pp}: give {pp} numbers"
-    if sum(given) != layers:
-        yield f"{text} adds up to {sum(given)} layers and the model has {layers}: add {layers - sum(given):+d}"
-    for stage, count in enumerate(given):
-        if count < 1:
-            yield f"{text} leaves stage {stage} with {count} layers: give each stage at least 1"
+    try:
+        microbatches = microbatches_of(arguments, world_size)
+        if microbatches < 1:
+            return  # said already
+        placement = placement_asked(arguments, config, world_size)
+        schedule_of(arguments, config, microbatches, placement)
+    except ValueError as error:
+        yield f"--pipeline-schedule {error}"
+        return
+    try:
+        layers_of_stages(arguments, config, placement)
+    except ValueError as error:
+        text = str(error)
+        yield text if text.startswith("--") else f"--pipeline-model-parallel-size {len(set(placement))}: {text}"
 
 
 def _check_not_yet(arguments: Arguments) -> Iterator[str]:

@@ -129,9 +129,9 @@ def test_v_shaped_tables_are_legal() -> None:
 
 
 @pytest.mark.parametrize("name, ranks, microbatches, words", [
-    ("zigzag", 2, 2, "'zigzag' is unknown: choose one of 1f1b, gpipe"),
-    ("1f1b", 0, 2, "not 0 and 2"),
-    ("gpipe", 3, 0, "not 3 and 0"),
+    ("zigzag", 2, 2, "'zigzag' is unknown: choose one of 1f1b, dualpipe-v, gpipe"),
+    ("1f1b", 0, 2, "1f1b needs at least 1 pipeline rank, got 0: use 1"),
+    ("zb-v", 3, 0, "zb-v on 3 ranks needs at least 1 micro-batch, got 0: use 1, or 6"),
 ])  # fmt: skip
 def test_unknown_names_and_empty_pipelines_are_refused(name: str, ranks: int, microbatches: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -1,0 +1,100 @@
+"""What the flags say about the pipeline: its table, and which layers lie on which stage.
+
+Lives here: pure functions of arguments and the model's configuration, used by the checks before a run and by the
+engine. Imports `parallel.pipeline`, `model.config` and `model.flops`; no torch.
+"""
+
+from __future__ import annotations
+
+from model.config import DeepSeekConfig
+from model.flops import PartFlops, forward_flops
+from parallel.pipeline.catalogue import make_schedule, placement_of
+from parallel.pipeline.placement import ModelCosts, balanced, check_counts, layers_of_layout
+from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.simulate import ShareCosts
+from training.arguments import Arguments
+
+
+def microbatches_of(arguments: Arguments, world_size: int) -> int:
+    """Micro-batches of one step on each data-parallel rank."""
+    parallel, training = arguments.parallel, arguments.training
+    model_ranks = (
+        parallel.tensor_model_parallel_size
+        * parallel.pipeline_model_parallel_size
+        * parallel.context_parallel_size
+    )
+    return training.global_batch_size * model_ranks // (training.micro_batch_size * world_size)
+
+
+def schedule_of(
+    arguments: Arguments, config: DeepSeekConfig, microbatches: int, placement: tuple[int, ...] | None = None
+) -> Schedule:
+    """The table for a step of so many micro-batches; the same on every rank.
+
+    placement: the rank of each stage, where that is settled already (`auto` may otherwise choose). Raises ValueError
+    where the schedule can't have these numbers.
+    """
+    parallel = arguments.parallel
+    return make_schedule(
+        parallel.pipeline_schedule,
+        parallel.pipeline_model_parallel_size,
+        microbatches,
+        parallel.num_virtual_stages_per_pipeline_rank,
+    )
+
+
+def placement_asked(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> tuple[int, ...]:
+    """The rank of each stage under the schedule that the flags name."""
+    parallel = arguments.parallel
+    if parallel.pipeline_schedule == "auto":
+        return schedule_of(arguments, config, microbatches_of(arguments, world_size)).placement
+    return placement_of(
+        parallel.pipeline_schedule,
+        parallel.pipeline_model_parallel_size,
+        parallel.num_virtual_stages_per_pipeline_rank,
+    )
+
+
+def share_costs(arguments: Arguments, config: DeepSeekConfig) -> ShareCosts:
+    """--pipeline-costs, or what follows from the model's operations: times of one rank's share, forward = 1.
+
+    A product costs as much in each of the three passes; attention has no weights, and twice as much to do backward.
+    Full recomputation adds the forward pass to the input gradient.
+    """
+    given = arguments.parallel.pipeline_costs
+    if given:
+        return ShareCosts(*given)
+    flops = forward_flops(config, arguments.training.seq_length)
+    parts = (*flops.layers, *flops.last)
+    products, attention = sum(part.products for part in parts), sum(part.attention for part in parts)
+    forward = products + attention
+    again = forward if arguments.training.recompute_granularity == "full" else 0.0
+    return ShareCosts(1.0, (products + 2 * attention + again) / forward, products / forward)
+
+
+def layers_of_stages(
+    arguments: Arguments, config: DeepSeekConfig, placement: tuple[int, ...]
+) -> tuple[int, ...]:
+    """How many layers each stage has: as --pipeline-layers or the layout says, else balanced by operations.
+
+    Raises ValueError where what is given doesn't fit the model or the pipeline.
+    """
+    parallel, stages = arguments.parallel, len(placement)
+    if parallel.pipeline_model_parallel_layout is not None:
+        layout = parallel.pipeline_model_parallel_layout
+        return layers_of_layout(layout, stages, config.num_hidden_layers, config.num_mtp_layers)
+    if parallel.pipeline_layers:
+        what = f"--pipeline-layers {','.join(map(str, parallel.pipeline_layers))}"
+        check_counts(parallel.pipeline_layers, config.num_hidden_layers, stages, what)
+        return parallel.pipeline_layers
+    return balanced(model_costs(config, arguments.training.seq_length), placement)
+
+
+def model_costs(config: DeepSeekConfig, seq_length: int) -> ModelCosts:
+    """What layers, head and MTP cost a token, in forward operations; looking up in the embedding costs none."""
+    flops = forward_flops(config, seq_length)
+
+    def cost(part: PartFlops) -> float:
+        return part.products + part.attention
+
+    return ModelCosts(tuple(map(cost, flops.layers)), 0.0, sum(map(cost, flops.last)))
