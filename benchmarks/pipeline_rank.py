@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.distributed import pipelining
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from parallel.comm import gather_objects
+from parallel.comm import gather_objects, irecv, isend
 from parallel.gradients import GradientReducer
 from parallel.launch import destroy, init_distributed
 from parallel.mesh import Layout, Mesh
@@ -57,11 +59,13 @@ class Sleeper:
         self.counts: Counter[str] = Counter()
         self.slept = 0.0
 
-    def sleep(self, kind: Kind) -> None:
-        """As long as F, I or W takes here, to some microseconds."""
+    @contextmanager
+    def lasting(self, kind: Kind) -> Iterator[None]:
+        """Make what runs inside take as long as F, I or W does here, to some microseconds, by sleeping at its end."""
         started = time.perf_counter()
+        yield
         end = started + self.seconds[kind]
-        time.sleep(max(0.0, self.seconds[kind] - SPIN))
+        time.sleep(max(0.0, end - SPIN - time.perf_counter()))
         while time.perf_counter() < end:
             pass
         self.slept += time.perf_counter() - started
@@ -73,19 +77,19 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, sleeper: Sleeper) -> torch.Tensor:
-        ctx.save_for_backward(weight)
-        ctx.sleeper = sleeper
-        sleeper.sleep(Kind.FORWARD)
-        return x + weight
+        with sleeper.lasting(Kind.FORWARD):
+            ctx.save_for_backward(weight)
+            ctx.sleeper = sleeper
+            return x + weight
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        (weight,), sleeper, grad = ctx.saved_tensors, ctx.sleeper, grads[0]
-        sleeper.sleep(Kind.INPUT_GRADIENT)
+        with ctx.sleeper.lasting(Kind.INPUT_GRADIENT):
+            (weight,), sleeper, grad = ctx.saved_tensors, ctx.sleeper, grads[0]
 
-        def gradient(total: torch.Tensor | None) -> torch.Tensor:
-            sleeper.sleep(Kind.WEIGHT_GRADIENT)
-            return grad.sum().view(1) if total is None else total.add_(grad.sum())
+            def gradient(total: torch.Tensor | None) -> torch.Tensor:
+                with sleeper.lasting(Kind.WEIGHT_GRADIENT):
+                    return grad.sum().view(1) if total is None else total.add_(grad.sum())
 
         return grad, add_gradient(weight, gradient), None
 
@@ -107,14 +111,14 @@ class SleepingStage(nn.Module):
 class _SleepForInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sleeper: Sleeper) -> torch.Tensor:
-        ctx.sleeper = sleeper
-        sleeper.sleep(Kind.FORWARD)
-        return x.clone()
+        with sleeper.lasting(Kind.FORWARD):
+            ctx.sleeper = sleeper
+            return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.sleeper.sleep(Kind.INPUT_GRADIENT)
-        return grads[0], None
+        with ctx.sleeper.lasting(Kind.INPUT_GRADIENT):
+            return grads[0], None
 
 
 class _SleepForWeight(torch.autograd.Function):
@@ -125,8 +129,8 @@ class _SleepForWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.sleeper.sleep(Kind.WEIGHT_GRADIENT)
-        return grads[0], None
+        with ctx.sleeper.lasting(Kind.WEIGHT_GRADIENT):
+            return grads[0].sum().view(1), None
 
 
 class TorchSleepingStage(nn.Module):
@@ -221,6 +225,22 @@ def timed_step(pipeline: OurPipeline | TorchPipeline, mesh: Mesh, microbatches: 
     found = gather_objects((end, slept), mesh.world)
     pipeline.after()
     return {"makespan": max(end for end, _ in found) - start, "slept": max(slept for _, slept in found)}
+
+
+def message_seconds(mesh: Mesh, count: int = 30) -> float:
+    """Median time from before a small message is sent until the next rank, which waits for it, has it."""
+    axis, taken = mesh.pp, []
+    x = torch.zeros(1, dtype=torch.float64)
+    for _ in range(count):
+        if axis.rank > 0:
+            irecv(x, axis, axis.rank - 1).wait()
+            taken.append(time.perf_counter() - x.item())
+        if axis.rank + 1 < axis.size:
+            time.sleep(0.005)  # the next rank is asleep by then
+            x.fill_(time.perf_counter())
+            isend(x, axis, axis.rank + 1).wait()
+    everyone = [seconds for rank in gather_objects(taken, axis) for seconds in rank[1:]]  # the first connects
+    return statistics.median(everyone) if everyone else 0.0
 
 
 def measure_idle(mesh: Mesh, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -319,7 +339,7 @@ def main() -> None:
     torch.set_num_threads(1)
     init_distributed("gloo")
     mesh = Mesh.create(Layout(pp=options["ranks"]))
-    answer: dict[str, Any] = {"idle": measure_idle(mesh, options)}
+    answer: dict[str, Any] = {"message": message_seconds(mesh), "idle": measure_idle(mesh, options)}
     if options["memory"]:
         tables = [make_schedule(name, mesh.pp.size, max(options["microbatches"])) for name in options["schedules"]]
         answer["memory"] = dict(zip(options["schedules"], measure_memory(mesh, tables), strict=True))

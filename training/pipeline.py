@@ -19,9 +19,7 @@ def microbatches_of(arguments: Arguments, world_size: int) -> int:
     """Micro-batches of one step on each data-parallel rank."""
     parallel, training = arguments.parallel, arguments.training
     model_ranks = (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     )
     return training.global_batch_size * model_ranks // (training.micro_batch_size * world_size)
 
@@ -72,9 +70,7 @@ def share_costs(arguments: Arguments, config: DeepSeekConfig) -> ShareCosts:
     return ShareCosts(1.0, (products + 2 * attention + again) / forward, products / forward)
 
 
-def layers_of_stages(
-    arguments: Arguments, config: DeepSeekConfig, placement: tuple[int, ...]
-) -> tuple[int, ...]:
+def layers_of_stages(arguments: Arguments, config: DeepSeekConfig, placement: tuple[int, ...]) -> tuple[int, ...]:
     """How many layers each stage has: as --pipeline-layers or the layout says, else balanced by operations.
 
     Raises ValueError where what is given doesn't fit the model or the pipeline.
