@@ -21,7 +21,7 @@ from training.engine import Engine
 
 RunRanks = Callable[..., list[Any]]
 RANKS, LAYERS, BOUND = 4, 9, 1e-5
-MODEL = {"num_hidden_layers": LAYERS, "aux_loss_alpha": 0.01}
+MODEL = {"num_hidden_layers": LAYERS, "aux_loss_alpha": 0.01, "hidden_size": 64, "vocab_size": 256}
 UNEVEN = {
     1: (1, 3, 3, 2),
     2: (0, 2, 1, 1, 1, 1, 3, 0),  # the ends go without: embedding and head are enough
