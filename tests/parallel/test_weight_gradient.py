@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from kernels.grouped_matmul import grouped_matmul_reference
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.sharding import Sharding
-from parallel.weight_gradient import grouped_linear, linear, will_add_its_gradient
+from parallel.weight_gradient import WeightGradientQueue, grouped_linear, linear, will_add_its_gradient
 
 
 def owned(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -74,3 +76,19 @@ def test_grouped_weights_add_up_too_and_frozen_ones_get_nothing() -> None:
     reducer.finish()
     torch.testing.assert_close(stack.main_grad, plain.grad)  # type: ignore[attr-defined]
     assert frozen.grad is None
+
+
+def test_gradients_that_wait_keep_no_graph() -> None:
+    weight, stack = owned(4, 5), owned(2, 4, 5)
+    reducer = GradientReducer([("weight", weight), ("stack", stack)], Mesh.create(Layout()))
+    queue = WeightGradientQueue([weight, stack])
+    x = torch.randn(6, 5, requires_grad=True)
+    entered = weakref.ref(x)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    with queue.collect() as collected:
+        (linear(x.exp(), weight) + grouped_linear(x.exp(), stack, ends)).sum().backward()
+    del x
+    assert entered() is None and len(collected) == 2
+    queue.run(collected)
+    reducer.finish()
+    assert weight.main_grad.abs().sum() > 0  # type: ignore[attr-defined]
