@@ -57,7 +57,7 @@ class PartFlops(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Forward FLOPs of one token in each layer, and in what the last pipeline stage has besides: head and MTP layers."""
+    """Forward FLOPs of one token in each layer, and in what the last stage has besides: the head and MTP layers."""
 
     layers: tuple[PartFlops, ...]
     last: tuple[PartFlops, ...]

@@ -54,6 +54,7 @@ class Engine:
         self.placement = placement_asked(arguments, config, mesh.world_size)
         options = ModelOptions(
             recompute=training.recompute_granularity,
+            recompute_modules=training.recompute_modules or ("core_attn",),
             mtp_loss_scaling_factor=arguments.model.mtp_loss_scaling_factor,
             mtp_hidden=arguments.model.mtp_hidden,
         )
@@ -86,7 +87,7 @@ class Engine:
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Global name and parameter, in forward order, of every stage of this rank; what two stages share comes once."""
+        """Global name and parameter, in forward order, of every stage of this rank; shared ones once."""
         named = [entry for stage in self.stages.values() for entry in stage.parameters_in_forward_order()]
         yield from dict(named).items()
 

@@ -49,9 +49,11 @@ _LINES = {
     "bf16": "use --precision bf16",
     "model-parallel-size": "use --tensor-model-parallel-size",
     "batch-size": "use --micro-batch-size",
-    "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout "
-    "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split": (
+    "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers": (
         "use --pipeline-layers, the layers of each stage, such as 8,10,9"
+    ),
+    "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split": (
+        "leave it out: stages are balanced by cost, with head and MTP counted"
     ),
     "ddp-bucket-size ddp-num-buckets": "use --bucket-cap-mb: MiB of fp32 gradients, not numbers of elements or buckets",
     "train-samples": "use --train-iters: samples / --global-batch-size",
@@ -61,6 +63,8 @@ _LINES = {
     "lr-warmup-fraction": "use --lr-warmup-iters: the fraction of --lr-decay-iters in steps",
     "warmup": "use --lr-warmup-iters",
     "checkpoint-activations": "use --recompute-granularity full",
+    "recompute-activations": "use --recompute-granularity selective",
+    "moe-layer-recompute": "use --recompute-granularity selective --recompute-modules moe",
     "persistent-save-interval": "use --save-interval",
     "yaml-cfg": "use --config",
     "use-checkpoint-args use-mp-args-from-checkpoint-args use-checkpoint-opt-param-scheduler": (
@@ -165,20 +169,24 @@ _LINES = {
         "not there yet: gradients travel in fp32; --bucket-cap-mb and --overlap-grad-reduce set how"
     ),
     "use-precision-aware-optimizer exp-avg-dtype exp-avg-sq-dtype": "not there yet: optimizer states are fp32",
-    "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank "
-    "microbatch-group-size-per-virtual-pipeline-stage overlap-p2p-communication-warmup-flush": (
-        "not there yet: each rank has one stage; --pipeline-schedule has 1f1b and gpipe"
+    "num-layers-per-virtual-pipeline-stage": (
+        "use --pipeline-schedule interleaved with --num-virtual-stages-per-pipeline-rank"
     ),
-    "defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute": (
-        "not there yet: weight gradients aren't deferred; --pipeline-schedule has 1f1b and gpipe"
+    "microbatch-group-size-per-virtual-pipeline-stage": (
+        "leave it out: interleaved takes as many micro-batches in turn as there are pipeline ranks"
+    ),
+    "overlap-p2p-communication-warmup-flush": "leave it out: messages of the pipeline always overlap with computation",
+    "delay-wgrad-compute": "use --pipeline-schedule zb-v, or another of the zero-bubble ones",
+    "defer-embedding-wgrad-compute wgrad-deferral-limit": (
+        "leave it out: a zero-bubble --pipeline-schedule defers layers' weight gradients, the head's would keep logits"
     ),
     "rampup-batch-size decrease-batch-size-if-needed step-batch-size-schedule": (
         "not there yet: --global-batch-size is the same at every step"
     ),
-    "recompute-activations recompute-modules recompute-method recompute-num-layers moe-layer-recompute "
-    "distribute-saved-activations": (
-        "not there yet: --recompute-granularity full recomputes every block, there is no choice"
+    "recompute-method recompute-num-layers": (
+        "leave it out: --recompute-granularity full recomputes each block by itself, and all of them"
     ),
+    "distribute-saved-activations": "leave it out: what a block keeps is split over tensor-parallel ranks already",
     "moe-token-dispatcher-type moe-enable-deepep moe-deepep-num-sms moe-shared-expert-overlap "
     "overlap-moe-expert-parallel-comm moe-hybridep-*": (
         "not there yet: every rank holds its stage's experts, so no token travels to another rank"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from model.config import DeepSeekConfig
 from model.flops import PartFlops, forward_flops
-from parallel.pipeline.catalogue import make_schedule, placement_of
-from parallel.pipeline.placement import ModelCosts, balanced, check_counts, layers_of_layout
+from parallel.pipeline.catalogue import AUTO, make_schedule, placement_of
+from parallel.pipeline.placement import ModelCosts, balanced, check_counts, layers_of_layout, stages_of_layout
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.simulate import ShareCosts
 from training.arguments import Arguments
@@ -33,24 +33,39 @@ def schedule_of(
     where the schedule can't have these numbers.
     """
     parallel = arguments.parallel
+    ranks, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.pipeline_schedule != AUTO:
+        return make_schedule(parallel.pipeline_schedule, ranks, microbatches, chunks)
+    if chunks is None and (stages := _stages_given(arguments)):
+        chunks = max(1, stages // ranks)
     return make_schedule(
-        parallel.pipeline_schedule,
-        parallel.pipeline_model_parallel_size,
+        AUTO,
+        ranks,
         microbatches,
-        parallel.num_virtual_stages_per_pipeline_rank,
+        chunks,
+        costs=share_costs(arguments, config),
+        memory_limit=parallel.pipeline_memory_limit,
+        placement=placement,
+        most_stages=config.num_hidden_layers,
     )
 
 
 def placement_asked(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> tuple[int, ...]:
     """The rank of each stage under the schedule that the flags name."""
     parallel = arguments.parallel
-    if parallel.pipeline_schedule == "auto":
+    if parallel.pipeline_schedule == AUTO:
         return schedule_of(arguments, config, microbatches_of(arguments, world_size)).placement
     return placement_of(
         parallel.pipeline_schedule,
         parallel.pipeline_model_parallel_size,
         parallel.num_virtual_stages_per_pipeline_rank,
     )
+
+
+def _stages_given(arguments: Arguments) -> int:
+    """How many stages --pipeline-layers or the layout has; 0 where neither is given."""
+    layout = arguments.parallel.pipeline_model_parallel_layout
+    return len(arguments.parallel.pipeline_layers) if layout is None else len(stages_of_layout(layout))
 
 
 def share_costs(arguments: Arguments, config: DeepSeekConfig) -> ShareCosts:

@@ -44,13 +44,17 @@ def check_counts(counts: Sequence[int], layers: int, stages: int, what: str) -> 
     if len(counts) != stages:
         raise ValueError(f"{what} names {len(counts)} stages and the pipeline has {stages}: give {stages}")
     for stage, count in enumerate(counts):
-        least = 1 if 0 < stage < stages - 1 or stages == 1 else 0
-        if count < least:
+        if count < (least := _fewest(stage, stages)):
             raise ValueError(f"{what} leaves stage {stage} with {count} layers: give it at least {least}")
     if sum(counts) != layers:
         raise ValueError(
             f"{what} adds up to {sum(counts)} layers and the model has {layers}: add {layers - sum(counts):+d}"
         )
+
+
+def _fewest(stage: int, stages: int) -> int:
+    """The fewest layers of a stage: the ends have other things to do."""
+    return 1 if 0 < stage < stages - 1 or stages == 1 else 0
 
 
 def balanced(costs: ModelCosts, placement: Sequence[int]) -> tuple[int, ...]:
@@ -67,11 +71,9 @@ def balanced(costs: ModelCosts, placement: Sequence[int]) -> tuple[int, ...]:
             f"{stages} pipeline stages need at least {needed} layers and the model has {layers}: "
             f"use at most {layers + 2} stages"
         )
-    inner = layers >= stages
-    spread = stages if inner else stages - 2
-    counts = [layers // spread + (stage < layers % spread) for stage in range(spread)]
-    if not inner:
-        counts = [0, *counts, 0]
+    counts = [_fewest(stage, stages) for stage in range(stages)]
+    for _ in range(layers - sum(counts)):
+        counts[counts.index(min(counts))] += 1
 
     def badness(counts: Sequence[int]) -> tuple[float, float, float]:
         by_stage = stage_costs(counts, costs)
@@ -85,7 +87,7 @@ def balanced(costs: ModelCosts, placement: Sequence[int]) -> tuple[int, ...]:
     while True:
         best, found = badness(counts), counts
         for source in range(stages):
-            if counts[source] <= (1 if 0 < source < stages - 1 or stages == 1 else 0):
+            if counts[source] == _fewest(source, stages):
                 continue
             for target in range(stages):
                 moved = list(counts)
@@ -105,7 +107,7 @@ def layers_of_layout(text: str, stages: int, layers: int, mtp_layers: int) -> tu
     the group in parentheses before it, commas mean nothing. Raises ValueError naming what is wrong, with numbers.
     """
     what = f"the layout {text!r}"
-    parts = _expand(text, what).split("|")
+    parts = stages_of_layout(text)
     for stage, part in enumerate(parts):
         if not part:
             raise ValueError(f"{what} leaves stage {stage} empty: give it a layer (t)")
@@ -125,13 +127,16 @@ def layers_of_layout(text: str, stages: int, layers: int, mtp_layers: int) -> tu
     return counts
 
 
-def _expand(text: str, what: str) -> str:
-    """The layout with its repetitions written out."""
+def stages_of_layout(text: str) -> list[str]:
+    """The layout's stages, with repetitions written out: "Et|(t|)*2tL" as Et, t, t, tL.
+
+    Raises ValueError for anything it isn't made of.
+    """
     rest = re.sub(r"[\s,]", "", text)
-    while found := re.search(r"(?:\(([^()]*)\)|([EtmL|]))\*(\d+)", rest):
-        inner = found[1] if found[1] is not None else found[2]
-        rest = rest[: found.start()] + inner * int(found[3]) + rest[found.end() :]
-    rest = re.sub(r"[()]", "", rest)
+    while found := re.search(r"\(([^()]*)\)(?:\*(\d+))?|([EtmL|])\*(\d+)", rest):
+        group, times, letter, letter_times = found.groups()
+        written = group * int(times or 1) if letter is None else letter * int(letter_times)
+        rest = rest[: found.start()] + written + rest[found.end() :]
     if strange := re.search(r"[^EtmL|]", rest):
-        raise ValueError(f"{what} has {strange[0]!r}: it is made of E, t, m, L, |, (...) and *n")
-    return rest
+        raise ValueError(f"the layout {text!r} has {strange[0]!r}: it is made of E, t, m, L, |, (...) and *n")
+    return rest.split("|")

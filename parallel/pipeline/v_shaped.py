@@ -185,40 +185,49 @@ def _squeezed(
     """The table of a repeating pattern, run as early as its order and its memory allow.
 
     cells(rank): when micro-batch 0 has its F down, F up, I up and I down on that rank, in cells of one action each; no
-    two may be equal modulo the period. Their order is kept. Each W runs when its rank would wait for another one, or
-    keeps as much as `peak` allows, in one rank's share of one micro-batch.
+    two may be equal modulo the period. Their order is kept, but for an I that would wait for another rank: the other
+    stage's next I may overtake it. Each W runs when its rank would wait for another one, or keeps as much as `peak`
+    allows, in one rank's share of one micro-batch.
     """
-    todo = []
+    todo: list[list[deque[tuple[int, Action]]]] = []  # of each rank: forwards, I up, I down, each with its cell
     for rank in range(ranks):
-        kinds = (Kind.FORWARD, Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT)
-        stages = (rank, 2 * ranks - 1 - rank, 2 * ranks - 1 - rank, rank)
-        timed = [
-            (cell + PERIOD * m, Action(kind, stage, m))
-            for cell, kind, stage in zip(cells(rank), kinds, stages, strict=True)
-            for m in range(microbatches)
-        ]
-        todo.append(deque(action for _, action in sorted(timed, key=lambda entry: entry[0])))
+        down, up = rank, 2 * ranks - 1 - rank
+        f_down, f_up, i_up, i_down = cells(rank)
+        forwards, i_ups, i_downs = [], [], []
+        for m in range(microbatches):
+            forwards.append((f_down + PERIOD * m, Action(Kind.FORWARD, down, m)))
+            forwards.append((f_up + PERIOD * m, Action(Kind.FORWARD, up, m)))
+            i_ups.append((i_up + PERIOD * m, Action(Kind.INPUT_GRADIENT, up, m)))
+            i_downs.append((i_down + PERIOD * m, Action(Kind.INPUT_GRADIENT, down, m)))
+        forwards.sort(key=lambda entry: entry[0])
+        todo.append([deque(forwards), deque(i_ups), deque(i_downs)])
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     waiting: list[deque[Action]] = [deque() for _ in range(ranks)]
     kept = [0] * ranks
     done: set[Action] = set()
 
-    def may_run(rank: int) -> bool:
-        """Whether the next F or I of a rank may run: the other things that it needs come before it in the row."""
-        if not todo[rank]:
-            return False
-        action = todo[rank][0]
+    def may_run(rank: int, action: Action) -> bool:
         if action.kind is Kind.FORWARD and kept[rank] == int(2 * peak):
+            return False
+        if action.kind is Kind.INPUT_GRADIENT and action._replace(kind=Kind.FORWARD) not in done:
             return False
         source = action.stage - action.kind.hands_on
         return not 0 <= source < 2 * ranks or action._replace(stage=source) in done
 
-    while any(todo) or any(waiting):
-        # All ranks choose by what was done before this cell.
-        chosen = [
-            todo[rank].popleft() if may_run(rank) else waiting[rank].popleft() if waiting[rank] else None
-            for rank in range(ranks)
-        ]
+    def choose(rank: int) -> Action | None:
+        """What a rank does in this cell."""
+        in_order = sorted((queue for queue in todo[rank] if queue), key=lambda queue: queue[0][0])
+        if in_order and in_order[0][0][1].kind is Kind.INPUT_GRADIENT:
+            candidates = [queue for queue in in_order if queue[0][1].kind is Kind.INPUT_GRADIENT]
+        else:
+            candidates = in_order[:1]
+        for queue in candidates:
+            if may_run(rank, queue[0][1]):
+                return queue.popleft()[1]
+        return waiting[rank].popleft() if waiting[rank] else None
+
+    while any(map(any, todo)) or any(waiting):
+        chosen = [choose(rank) for rank in range(ranks)]  # by what was done before this cell
         assert any(chosen), f"{name}: {ranks} ranks stand still"
         for rank, action in enumerate(chosen):
             if action is None:

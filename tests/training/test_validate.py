@@ -50,6 +50,7 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
     validate(arguments, config, 8)
     validate(arguments.replace(precision="bf16", pipeline_layers=(3, 1)), config, 8)
     validate(arguments.replace(distributed_backend="nccl"), config, 8, gpus=8)
+    validate(arguments.replace(recompute_granularity="selective", recompute_modules=("moe", "moe_act")), config, 8)
     validate(arguments.replace(lr_decay_style="wsd", lr_wsd_decay_iters=20, lr_warmup_iters=10), config, 8)
 
 
@@ -62,10 +63,18 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
             8,
             ["8", "4 attention heads", "1, 2, 4"],
         ),
-        ({"pipeline_model_parallel_size": 5}, 10, ["5", "the model has 4", "lower it to 4"]),
-        ({"pipeline_layers": (2, 1, 1)}, 8, ["2,1,1", "3 stages", "is 2"]),
+        ({"pipeline_model_parallel_size": 7}, 14, ["7 pipeline stages need at least 5 layers", "has 4", "at most 6"]),
+        ({"pipeline_layers": (2, 1, 1)}, 8, ["2,1,1", "3 stages", "has 2"]),
         ({"pipeline_layers": (2, 1)}, 8, ["2,1", "3 layers", "has 4", "+1"]),
-        ({"pipeline_layers": (4, 0)}, 8, ["4,0", "stage 1 with 0"]),
+        ({"pipeline_layers": (5, -1)}, 8, ["5,-1", "stage 1 with -1"]),
+        ({"pipeline_layers": (2, 2), "pipeline_model_parallel_layout": "Ett|ttmL"}, 8, ["leave one out"]),
+        ({"pipeline_model_parallel_layout": "Ett|tmL"}, 8, ["'Ett|tmL'", "3 layers", "has 4", "+1"]),
+        ({"pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 3}, 8, ["zb-v", "2 stages", "not 3"]),
+        ({"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 0}, 8, ["at least 1", "got 0"]),
+        ({"pipeline_schedule": "interleaved", "pipeline_layers": (2, 1, 1)}, 8, ["2,1,1", "3 stages", "has 4"]),
+        ({"pipeline_costs": (1.0, 1.0, 1.0)}, 8, ["--pipeline-costs", "auto", "leave it out"]),
+        ({"pipeline_schedule": "auto", "pipeline_costs": (1.0, -1.0, 1.0)}, 8, ["1.0,-1.0,1.0", "1,1.2,0.8"]),
+        ({"pipeline_memory_limit": 2.0}, 8, ["--pipeline-memory-limit", "auto", "leave it out"]),
         ({"global_batch_size": 9}, 8, ["9", "multiple of 2 =", "size 1", "data parallel size 2", "8 or 10"]),
         ({"global_batch_size": 1}, 8, ["--global-batch-size 1 ", "use 2"]),
         ({"seq_length": 129}, 8, ["129", "size 2", "128 or 130"]),
@@ -95,6 +104,12 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
         ({"adam_beta2": 1.0}, 8, ["--adam-beta2 1.0", "below 1"]),
         ({"micro_batch_size": 0}, 8, ["--micro-batch-size 0"]),
         ({"tensor_model_parallel_size": 0}, 8, ["--tensor-model-parallel-size 0"]),
+        ({"recompute_modules": ("mlp",)}, 8, ["--recompute-modules mlp needs", "selective and it is none"]),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ("moe", "mla")},
+            8,
+            ["--recompute-modules mla: unknown", "core_attn, mla_up_proj, layernorm"],
+        ),
         ({"resume": True, "overwrite": True}, 8, ["--resume and --overwrite"]),
     ],
 )
