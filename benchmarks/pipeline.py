@@ -29,8 +29,14 @@ ZB_V = {8: 0.08, 16: 0.05}
 """The most that zb-v may idle on four ranks with equal F, I and W, by micro-batches."""
 
 
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
 def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
+    return [_number(word) for word in text.split(",")]
 
 
 def _times(text: str) -> list[float]:
@@ -55,7 +61,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "exit status is 0 if what it checks of the idle times holds.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=4, help="pipeline ranks")
+    parser.add_argument("--ranks", type=_number, default=4, help="pipeline ranks")
     parser.add_argument("--microbatches", type=_numbers, default="8,16", help="of a step; some numbers")
     parser.add_argument(
         "--milliseconds",
@@ -63,7 +69,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default="20",
         help="F, I and W of a rank's share of a micro-batch; or one for all",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each kind, taken in turns; medians are shown")
+    parser.add_argument(
+        "--awake",
+        type=float,
+        default=1.0,
+        help="milliseconds at the end of a sleep in which small operations of torch run, as they do in a stage that "
+        "computes; 0: what comes next finds the caches cold, which costs 0.3 ms",
+    )
+    parser.add_argument(
+        "--rounds", type=_number, default=5, help="steps of each kind, taken in turns; medians are shown"
+    )
     parser.add_argument("--schedules", type=_schedules, default=",".join(SCHEDULES), help="some of: %(default)s")
     parser.add_argument("--no-torch", action="store_true", help="leave torch's schedules out")
     parser.add_argument("--no-memory", action="store_true", help="leave the peak memory out")
@@ -73,7 +88,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 found: see `pipeline_rank.main`. Raises RuntimeError naming the rank that failed first."""
-    names = ("ranks", "microbatches", "milliseconds", "rounds", "schedules")
+    names = ("ranks", "microbatches", "milliseconds", "awake", "rounds", "schedules")
     passed = {name: getattr(options, name) for name in names}
     passed |= {"torch": not options.no_torch, "memory": not options.no_memory}
     with socket.socket() as free:
@@ -82,7 +97,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "KINETO_LOG_LEVEL": "5",  # the profiler otherwise tells of each start and stop
+        "KINETO_LOG_LEVEL": "6",  # the profiler otherwise tells of each start and stop
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(options.ranks),
@@ -120,6 +135,7 @@ class Row:
 def rows(found: dict[str, Any], ranks: int, milliseconds: Sequence[float]) -> list[Row]:
     """One for each schedule and number of micro-batches, in the order in which they were asked for."""
     message = 1e3 * found["message"]
+    f, i, w = milliseconds
     work = {m: m * sum(milliseconds) / 1e3 for m in (record["microbatches"] for record in found["idle"])}
     idle = {
         (r["contender"], r["schedule"], r["microbatches"]): [1 - work[r["microbatches"]] / t for t in r["makespan"]]
@@ -132,7 +148,7 @@ def rows(found: dict[str, Any], ranks: int, milliseconds: Sequence[float]) -> li
             continue
         table = make_schedule(name, ranks, m)
         simulated = [
-            simulate(table, Costs.even(table.placement, ShareCosts(*milliseconds, send))).idle_share
+            simulate(table, Costs.even(table.placement, ShareCosts(f, i, w, send))).idle_share
             for send in (0.0, message)
         ]
         theirs = idle.get(("torch", name, m))

@@ -13,8 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,50 +51,77 @@ SPIN = 0.0003
 
 
 class Sleeper:
-    """Stands in for a stage's computation: sleeps, and counts how often and how long."""
+    """Stands in for a stage's computation: sleeps, and counts how often and how long.
 
-    def __init__(self, seconds: dict[Kind, float]):
-        self.seconds = seconds
+    seconds: that F, I and W take; awake: of these, how long a sleeper is awake at the end and calls torch. A processor
+    that slept for 10 ms has lost torch's code from its caches, and what comes next takes 0.3 ms longer; one that
+    computed has it.
+    """
+
+    def __init__(self, seconds: dict[Kind, float], awake: float):
+        self.seconds, self.awake = seconds, awake
         self.counts: Counter[str] = Counter()
         self.slept = 0.0
 
-    @contextmanager
-    def lasting(self, kind: Kind) -> Iterator[None]:
-        """Make what runs inside take as long as F, I or W does here, to some microseconds, by sleeping at its end."""
-        started = time.perf_counter()
-        yield
+    def rest(self, kind: Kind, started: float) -> None:
+        """Sleep until F, I or W, begun at `started` of time.perf_counter, has taken as long as it does here.
+
+        Ends some microseconds late, as long as the processor is free.
+        """
         end = started + self.seconds[kind]
-        time.sleep(max(0.0, end - SPIN - time.perf_counter()))
-        while time.perf_counter() < end:
-            pass
-        self.slept += time.perf_counter() - started
+        time.sleep(max(0.0, end - self.awake - SPIN - time.perf_counter()))
+        while time.perf_counter() < end - SPIN:
+            _call_torch()
         self.counts[kind.value] += 1
+        while (now := time.perf_counter()) < end:
+            pass
+        self.slept += now - started
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def _call_torch() -> None:
+    """A forward and backward pass of next to nothing: some 0.1 ms."""
+    with torch.enable_grad():
+        x = torch.zeros(1, requires_grad=True)
+        y = _Identity.apply(x) + x
+    y.backward()
 
 
 class _Sleep(torch.autograd.Function):
-    """x + w, taking F; backward takes I, and the weight's gradient W, now or when the table says so."""
+    """x + w; backward takes I, and the weight's gradient W, now or when the table says so."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, sleeper: Sleeper) -> torch.Tensor:
-        with sleeper.lasting(Kind.FORWARD):
-            ctx.save_for_backward(weight)
-            ctx.sleeper = sleeper
-            return x + weight
+        ctx.save_for_backward(weight)
+        ctx.sleeper = sleeper
+        return x + weight
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        with ctx.sleeper.lasting(Kind.INPUT_GRADIENT):
-            (weight,), sleeper, grad = ctx.saved_tensors, ctx.sleeper, grads[0]
+        started = time.perf_counter()
+        (weight,), sleeper, grad = ctx.saved_tensors, ctx.sleeper, grads[0]
 
-            def gradient(total: torch.Tensor | None) -> torch.Tensor:
-                with sleeper.lasting(Kind.WEIGHT_GRADIENT):
-                    return grad.sum().view(1) if total is None else total.add_(grad.sum())
+        def gradient(total: torch.Tensor | None) -> torch.Tensor:
+            started = time.perf_counter()
+            added = grad.sum().view(1) if total is None else total.add_(grad.sum())
+            sleeper.rest(Kind.WEIGHT_GRADIENT, started)
+            return added
 
+        sleeper.rest(Kind.INPUT_GRADIENT, started)
         return grad, add_gradient(weight, gradient), None
 
 
 class SleepingStage(nn.Module):
-    """One of our stages: y = x + w for activations [1, 64]; on the last stage their mean."""
+    """One of our stages: y = x + w for activations [1, 64], taking F; on the last stage their mean."""
 
     def __init__(self, sleeper: Sleeper, last: bool):
         super().__init__()
@@ -104,33 +130,26 @@ class SleepingStage(nn.Module):
         self.sleeper, self.last = sleeper, last
 
     def forward(self, x: torch.Tensor | None, microbatch: torch.Tensor) -> torch.Tensor:
+        started = time.perf_counter()
         y = _Sleep.apply(microbatch if x is None else x, self.weight, self.sleeper)
-        return y.mean() if self.last else y
+        y = y.mean() if self.last else y
+        self.sleeper.rest(Kind.FORWARD, started)
+        return y
 
 
-class _SleepForInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sleeper: Sleeper) -> torch.Tensor:
-        with sleeper.lasting(Kind.FORWARD):
-            ctx.sleeper = sleeper
-            return x.clone()
+class _BackwardSleeps(torch.autograd.Function):
+    """A copy of x, whose backward takes I or W."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        with ctx.sleeper.lasting(Kind.INPUT_GRADIENT):
-            return grads[0], None
-
-
-class _SleepForWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, sleeper: Sleeper) -> torch.Tensor:
-        ctx.sleeper = sleeper
-        return weight.clone()
+    def forward(ctx: Any, x: torch.Tensor, sleeper: Sleeper, kind: Kind) -> torch.Tensor:
+        ctx.sleeper, ctx.kind = sleeper, kind
+        return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        with ctx.sleeper.lasting(Kind.WEIGHT_GRADIENT):
-            return grads[0].sum().view(1), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        started = time.perf_counter()
+        ctx.sleeper.rest(ctx.kind, started)
+        return grads[0], None, None
 
 
 class TorchSleepingStage(nn.Module):
@@ -146,21 +165,25 @@ class TorchSleepingStage(nn.Module):
         self.sleeper, self.first = sleeper, first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        started = time.perf_counter()
         if self.first:
             x = x.detach().requires_grad_()
-        return _SleepForInput.apply(x, self.sleeper) + _SleepForWeight.apply(self.weight, self.sleeper)
+        y = _BackwardSleeps.apply(x, self.sleeper, Kind.INPUT_GRADIENT)
+        y = y + _BackwardSleeps.apply(self.weight, self.sleeper, Kind.WEIGHT_GRADIENT)
+        self.sleeper.rest(Kind.FORWARD, started)
+        return y
 
 
 class OurPipeline:
     """A named schedule on this rank, over sleeping stages."""
 
-    def __init__(self, mesh: Mesh, name: str, microbatches: int, share: dict[Kind, float]):
+    def __init__(self, mesh: Mesh, name: str, microbatches: int, sleeper: Callable[[int], Sleeper]):
         self.schedule = make_schedule(name, mesh.pp.size, microbatches)
         mine = self.schedule.stages_of(mesh.pp.rank)
-        self.sleepers = [_sleeper(share, len(mine)) for _ in mine]
+        self.sleepers = [sleeper(len(mine)) for _ in mine]
         stages = {
-            stage: SleepingStage(sleeper, stage == self.schedule.stages - 1)
-            for stage, sleeper in zip(mine, self.sleepers, strict=True)
+            stage: SleepingStage(own, stage == self.schedule.stages - 1)
+            for stage, own in zip(mine, self.sleepers, strict=True)
         }
         self.runtime = PipelineRuntime(mesh, stages, torch.float32)
         self.reducer = GradientReducer([(f"{s}.weight", stage.weight) for s, stage in stages.items()], mesh)
@@ -178,13 +201,13 @@ class OurPipeline:
 class TorchPipeline:
     """torch's schedule for a name on this rank, placed as ours is, over stages that sleep as long."""
 
-    def __init__(self, mesh: Mesh, name: str, microbatches: int, share: dict[Kind, float]):
+    def __init__(self, mesh: Mesh, name: str, microbatches: int, sleeper: Callable[[int], Sleeper]):
         ours = make_schedule(name, mesh.pp.size, microbatches)
         mine, count = ours.stages_of(mesh.pp.rank), ours.stages
-        self.sleepers = [_sleeper(share, len(mine)) for _ in mine]
+        self.sleepers = [sleeper(len(mine)) for _ in mine]
         stages = [
-            pipelining.PipelineStage(TorchSleepingStage(sleeper, stage == 0), stage, count, mesh.device)
-            for stage, sleeper in zip(mine, self.sleepers, strict=True)
+            pipelining.PipelineStage(TorchSleepingStage(own, stage == 0), stage, count, mesh.device)
+            for stage, own in zip(mine, self.sleepers, strict=True)
         ]
         kind = getattr(pipelining, TORCH[name])
         self.schedule = kind(stages if len(mine) > 1 else stages[0], microbatches, loss_fn=lambda y, target: y.mean())
@@ -197,10 +220,6 @@ class TorchPipeline:
 
     def after(self) -> None:
         """Nothing: gradients add up, which no one reads."""
-
-
-def _sleeper(share: dict[Kind, float], stages: int) -> Sleeper:
-    return Sleeper({kind: seconds / stages for kind, seconds in share.items()})
 
 
 def timed_step(pipeline: OurPipeline | TorchPipeline, mesh: Mesh, microbatches: int) -> dict[str, float]:
@@ -246,15 +265,20 @@ def message_seconds(mesh: Mesh, count: int = 30) -> float:
 def measure_idle(mesh: Mesh, options: dict[str, Any]) -> list[dict[str, Any]]:
     """For each number of micro-batches and each schedule, ours and torch's: makespans and sleeps of all rounds."""
     kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-    share = dict(zip(kinds, (milliseconds / 1e3 for milliseconds in options["milliseconds"]), strict=True))
+
+    def sleeper(stages: int) -> Sleeper:
+        """Of one of a rank's stages."""
+        share = [milliseconds / 1e3 / stages for milliseconds in options["milliseconds"]]
+        return Sleeper(dict(zip(kinds, share, strict=True)), options["awake"] / 1e3)
+
     order = random.Random(0)  # the same on all ranks
     records = []
     for microbatches in options["microbatches"]:
         pipelines: dict[tuple[str, str], OurPipeline | TorchPipeline] = {}
         for name in options["schedules"]:
-            pipelines["ours", name] = OurPipeline(mesh, name, microbatches, share)
+            pipelines["ours", name] = OurPipeline(mesh, name, microbatches, sleeper)
             if name in TORCH and options["torch"]:
-                pipelines["torch", name] = TorchPipeline(mesh, name, microbatches, share)
+                pipelines["torch", name] = TorchPipeline(mesh, name, microbatches, sleeper)
         for pipeline in pipelines.values():  # connections are made, and torch finds out shapes
             pipeline.step()
             pipeline.after()
