@@ -105,7 +105,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = (grad_no @ _matrix(weight)).view(x.shape)
         if ctx.needs_input_grad[1]:
-            x_ni = x.flatten(0, -2)
+            x_ni = x.detach().flatten(0, -2)  # what waits must not keep the graph that x came from
 
             def gradient(total: torch.Tensor | None) -> torch.Tensor:
                 if total is None:

@@ -38,15 +38,24 @@ def schedule_of(
         return make_schedule(parallel.pipeline_schedule, ranks, microbatches, chunks)
     if chunks is None and (stages := _stages_given(arguments)):
         chunks = max(1, stages // ranks)
-    return make_schedule(
+    found = make_schedule(
         AUTO,
         ranks,
         microbatches,
         chunks,
         costs=share_costs(arguments, config),
         memory_limit=parallel.pipeline_memory_limit,
-        placement=placement,
         most_stages=config.num_hidden_layers,
+    )
+    if placement in (None, found.placement):
+        return found
+    return make_schedule(
+        AUTO,
+        ranks,
+        microbatches,
+        costs=share_costs(arguments, config),
+        memory_limit=parallel.pipeline_memory_limit,
+        placement=placement,
     )
 
 

@@ -17,6 +17,7 @@ from parallel.mesh import Layout, Mesh
 from parallel.pipeline.catalogue import SCHEDULES
 from tests.layouts import Curve, Job, microbatches_of_step, train, whole
 from tests.layouts import flags_of as arguments_of
+from training.arguments import RECOMPUTE_MODULES
 from training.engine import Engine
 
 RunRanks = Callable[..., list[Any]]
@@ -68,10 +69,20 @@ def test_every_schedule_has_one_ranks_loss_and_gradients(run_ranks: RunRanks, sc
         "8 micro-batches": job(8, **flags_of(schedule)),
         "uneven layers, full recomputation": job(8, recompute_granularity="full", **uneven, **flags_of(schedule)),
     }
+    if schedule == "zb-v":
+        selective = {"recompute_granularity": "selective", "recompute_modules": RECOMPUTE_MODULES}
+        jobs["selective recomputation"] = job(8, **selective, **flags_of(schedule))
     layout = Layout(pp=RANKS)
     by_rank = run_ranks(RANKS, several, [dataclasses.replace(one, layout=layout) for one in jobs.values()])
     for number, what in enumerate(jobs):
         assert_equal([curves[number] for curves in by_rank], one_rank(run_ranks, 8), f"{schedule}, {what}")
+
+
+def test_a_table_that_was_searched_for_is_run(run_ranks: RunRanks) -> None:
+    """auto, for costs far from even and little memory, and the same table on every rank."""
+    flags = {"pipeline_schedule": "auto", "pipeline_costs": (1.0, 1.9, 0.4, 0.2), "pipeline_memory_limit": 3.0}
+    searched = dataclasses.replace(job(8, **flags), layout=Layout(pp=RANKS))
+    assert_equal(run_ranks(RANKS, train, searched), one_rank(run_ranks, 8), "auto")
 
 
 DATA_PARALLEL = ("zb-v", "zb-h2")
