@@ -7,6 +7,7 @@ operations of a pair on one communicator form a queue, in which a send may block
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -33,12 +34,14 @@ class Message(NamedTuple):
 class RankMessages:
     """One rank's part: by the action's place in its row, what is received for it, sent after it, and posted before it.
 
-    posts[i]: the places of the actions whose receive is posted just before action i starts, in that order.
+    posts[i]: the places of the actions whose receive is posted just before action i starts, in that order; over[i]: the
+    places of sends that must have been received when action i ends, since it needs what came of them.
     """
 
     received: dict[int, Message]
     sent: dict[int, Message]
     posts: tuple[tuple[int, ...], ...]
+    over: tuple[tuple[int, ...], ...]
 
 
 def plan_messages(schedule: Schedule) -> tuple[RankMessages, ...]:
@@ -71,7 +74,14 @@ def plan_messages(schedule: Schedule) -> tuple[RankMessages, ...]:
             soonest = max(reach[message.sender][rank], newest.get(message.channel, 0))
             newest[message.channel] = soonest
             posts[soonest].append(i)
-        plans.append(RankMessages(received_by[rank], sent_by[rank], tuple(map(tuple, posts))))
+        over: list[list[int]] = [[] for _ in row]
+        known = [[reach[action][target] for action in row] for target in range(schedule.ranks)]
+        for i, message in sent_by[rank].items():
+            # Each action knows all that those before it in its row knew, so what is known of a rank only rises.
+            after = bisect_right(known[message.channel.target], place[message.receiver])
+            if after < len(row):
+                over[after].append(i)
+        plans.append(RankMessages(received_by[rank], sent_by[rank], tuple(map(tuple, posts)), tuple(map(tuple, over))))
     return tuple(plans)
 
 

@@ -7,9 +7,8 @@ never block.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,7 +127,7 @@ class _Step:
         self.microbatches, self.shape = microbatches, shape
         self.rank = runtime.mesh.pp.rank
         self.posted: dict[int, tuple[torch.Tensor, Work]] = {}
-        self.sends: deque[tuple[Work, torch.Tensor, Message]] = deque()
+        self.sends: dict[int, tuple[Work, torch.Tensor]] = {}
         self.here: dict[tuple[int, int, int], torch.Tensor] = {}
         """What one stage of this rank has for another, by its direction, the other stage and the micro-batch."""
         self.kept: dict[tuple[int, int], tuple[torch.Tensor | None, GradientEdge, torch.Tensor | None]] = {}
@@ -158,48 +157,58 @@ class _Step:
             # 4. its result on its way
             self._hand_on(place, action, outgoing)
             # 5. sends that are done, micro-batches that are over
-            while self.sends and self.sends[0][0].is_completed():
-                self.sends.popleft()
+            for sent in self.messages.over[place]:  # gloo never says that a send is completed before it is waited for
+                self._end_send(sent)
+            while self.sends and next(iter(self.sends.values()))[0].is_completed():
+                self.sends.pop(next(iter(self.sends)))
             left[action.microbatch] -= 1
             if self.runtime.finished is not None and not left[action.microbatch]:
                 self.runtime.finished(self.microbatches[action.microbatch])
         # Nobody may leave with a message still under way: the receiver would see a closed connection.
-        for work, _, message in self.sends:
-            with self._sending(message):
+        for sent in tuple(self.sends):
+            self._end_send(sent)
+
+    def _end_send(self, place: int) -> None:
+        """Wait until the result of the action at this place was received, and forget it; nothing if that was done."""
+        if place in self.sends:
+            work, _ = self.sends.pop(place)
+            try:
                 work.wait()
+            except RuntimeError as error:
+                raise self._lost(self.messages.sent[place], error) from error
 
     def _post(self, place: int) -> None:
         message = self.messages.received[place]
         buffer = self.runtime.like.new_empty(self.shape)
-        with self._receiving(message):
-            self.posted[place] = buffer, irecv(buffer, self.runtime.axis_of(message), message.channel.source)
+        try:
+            work = irecv(buffer, self.runtime.axis_of(message), message.channel.source)
+        except RuntimeError as error:
+            raise self._lost(message, error) from error
+        self.posted[place] = buffer, work
 
     def _incoming(self, place: int, action: Action) -> torch.Tensor | None:
         if place in self.posted:
             buffer, work = self.posted.pop(place)
-            with self._receiving(self.messages.received[place]):
+            try:
                 work.wait()
+            except RuntimeError as error:
+                raise self._lost(self.messages.received[place], error) from error
             return buffer
         return self.here.pop((action.kind.hands_on, action.stage, action.microbatch), None)
 
-    @contextmanager
-    def _naming(self, what: str, peer: int) -> Iterator[None]:
-        """Inside, a lost peer raises RuntimeError that names the action, and the rank that it waited for."""
-        try:
-            yield
-        except RuntimeError as error:
-            peers = self.runtime.mesh.pp.ranks
-            raise RuntimeError(
-                f"pipeline rank {self.rank} ({self.schedule.name}) waited for {what} pipeline rank {peer} "
-                f"(rank {peers[peer]}): {error}"
-            ) from error
-
-    def _receiving(self, message: Message) -> AbstractContextManager[None]:
-        sender, channel = message.sender, message.channel
-        return self._naming(f"{message.receiver} to get {channel.what} of {sender} from", channel.source)
-
-    def _sending(self, message: Message) -> AbstractContextManager[None]:
-        return self._naming(f"{message.sender} to be received by", message.channel.target)
+    def _lost(self, message: Message, error: RuntimeError) -> RuntimeError:
+        """What to raise when a peer is gone: names the action, and the rank that it waited for."""
+        channel, sender = message.channel, message.sender
+        sending = channel.source == self.rank
+        peer = channel.target if sending else channel.source
+        if sending:
+            what = f"{sender} to be received by"
+        else:
+            what = f"{message.receiver} to get {channel.what} of {sender} from"
+        return RuntimeError(
+            f"pipeline rank {self.rank} ({self.schedule.name}) waited for {what} pipeline rank {peer} "
+            f"(rank {self.runtime.mesh.pp.ranks[peer]}): {error}"
+        )
 
     def _compute(self, action: Action, incoming: torch.Tensor | None) -> torch.Tensor | None:
         """Run one action; returns what the stage after it (forward) or before it (backward) gets."""
@@ -242,6 +251,8 @@ class _Step:
             self.here[direction, stage, action.microbatch] = outgoing
         else:
             outgoing = outgoing.contiguous()
-            with self._sending(message):
+            try:
                 work = isend(outgoing, self.runtime.axis_of(message), message.channel.target)
-            self.sends.append((work, outgoing, message))
+            except RuntimeError as error:
+                raise self._lost(message, error) from error
+            self.sends[place] = work, outgoing
