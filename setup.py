@@ -33,7 +33,12 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
-    "dev": ["pytest>=8", "hypothesis", "ruff", "mypy", "transformers>=5", "megatron-core", "types-PyYAML"],
+    "dev": [
+        *("pytest>=8", "hypothesis", "ruff", "mypy", "transformers>=5", "megatron-core", "types-PyYAML"),
+        "matplotlib",
+    ],
+    # Pictures of pipelines as PNG: tools/pipeline.py --png, --profile-pipeline.
+    "plot": ["matplotlib"],
     # torch's CUDA build for Linux brings Triton by itself; its CPU build doesn't, and Triton's interpreter runs there.
     "gpu": ["triton; platform_system == 'Linux'"],
 }

@@ -48,6 +48,7 @@ class _GroupedMatmul(torch.autograd.Function):
         grad_x = _product(grad_rn, w_gnk, ends_g) if ctx.needs_input_grad[0] else None
         grad_w = None
         if ctx.needs_input_grad[1]:
+            x_rk = x_rk.detach()  # a gradient that is computed later must not keep the graph that x came from
 
             def gradient(total_gnk: torch.Tensor | None) -> torch.Tensor:
                 return _weight_gradient(grad_rn, x_rk, ends_g, total_gnk)

@@ -7,15 +7,18 @@ latent of keys and values, r rotated width, d qk_nope width, v value width.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from kernels.attention import attention
-from kernels.latent_heads import latent_heads
+from kernels.latent_heads import Heads, latent_heads
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
 from parallel.comm import gather_sequences
 from parallel.mesh import Mesh
+from parallel.recompute import discard, recomputed
 from parallel.tensor import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, SequenceRMSNorm
 
 
@@ -23,11 +26,14 @@ class LatentAttention(nn.Module):
     """[s/tp, b, h] -> [s/tp, b, h]. Communicates over tp: one gather of the latents, one reduce-scatter of the output.
 
     With q LoRA only q + c + r values a token are gathered (V3: 1536 + 576 of 7168); without it queries need the hidden
-    states.
+    states. recompute: what is computed again in backward: "core_attn" attention itself, "mla_up_proj" queries, keys and
+    values from the gathered latents.
     """
 
-    def __init__(self, config: DeepSeekConfig, mesh: Mesh):
+    def __init__(self, config: DeepSeekConfig, mesh: Mesh, recompute: tuple[str, ...] = ()):
         super().__init__()
+        self.attend = partial(recomputed, attention) if "core_attn" in recompute else attention
+        self.discard_heads = "mla_up_proj" in recompute
         self.tp = mesh.tp
         self.heads = config.num_attention_heads // mesh.tp.size
         self.q_rank, self.kv_rank, self.rope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
@@ -47,19 +53,28 @@ class LatentAttention(nn.Module):
         self.o_proj = RowParallelLinear(all_heads * config.v_head_dim, hidden, mesh)
 
     def forward(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        q_sby, latent_sbc, k_pe_sbr = self._project(x_lbh)
         assert batch.rotation is not None
-        q, k, v = latent_heads(q_sby, self.kv_b_proj(latent_sbc), k_pe_sbr, batch.rotation, self.heads)
-        return self.o_proj(attention(q, k, v, self.scale, batch.attention_mask))
+        from_q, latent_sbc, k_pe_sbr = self._latents(x_lbh)
+        up_project = partial(self._up_project, from_q, latent_sbc, k_pe_sbr, batch.rotation)
+        heads = up_project()
+        out_sbm = self.attend(*heads, self.scale, batch.attention_mask)
+        if self.discard_heads:
+            discard(heads, up_project, consumed=out_sbm)
+        return self.o_proj(out_sbm)
 
-    def _project(self, x_lbh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [s, b, n·(d+r)], the key-value latent [s, b, c], the shared rotary key [s, b, r]; not rotated yet."""
+    def _latents(self, x_lbh: torch.Tensor) -> list[torch.Tensor]:
+        """Gathered over tp: queries' latent [s, b, q], or hidden states; keys' and values' [s, b, c]; rotary key."""
         kv_latent, k_pe = self.kv_a_proj_with_mqa(x_lbh).split([self.kv_rank, self.rope], dim=-1)
         kv_latent = self.kv_a_layernorm(kv_latent)
         from_q = x_lbh if self.q_rank is None else self.q_a_layernorm(self.q_a_proj(x_lbh))
-        from_q, kv_latent, k_pe = gather_sequences((from_q, kv_latent, k_pe), self.tp)
+        return gather_sequences((from_q, kv_latent, k_pe), self.tp)
+
+    def _up_project(
+        self, from_q: torch.Tensor, latent_sbc: torch.Tensor, k_pe_sbr: torch.Tensor, rotation: torch.Tensor
+    ) -> Heads:
+        """Rotated queries [s, b, n, d+r], keys [s, b, n, d+r] and values [s, b, n, v]; doesn't communicate."""
         queries = self.q_proj if self.q_rank is None else self.q_b_proj
-        return queries(from_q), kv_latent, k_pe
+        return latent_heads(queries(from_q), self.kv_b_proj(latent_sbc), k_pe_sbr, rotation, self.heads)
 
 
 def document_mask(documents_bs: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,13 @@ Shapes: s sequence, l = s/tp this rank's part of it, b batch, h hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from model.attention import LatentAttention, document_mask
 from model.config import DeepSeekConfig
@@ -23,6 +24,7 @@ from model.rotary import rotary_frequencies, rotation
 from parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from parallel.mesh import Mesh
 from parallel.pipeline.placement import ModelCosts, as_ranges, balanced, check_counts
+from parallel.recompute import discard, recomputed
 from parallel.sharding import initialise
 from parallel.tensor import ReplicatedLinear, SequenceRMSNorm, VocabularyParallelEmbedding, VocabularyParallelHead
 
@@ -31,33 +33,51 @@ from parallel.tensor import ReplicatedLinear, SequenceRMSNorm, VocabularyParalle
 class ModelOptions:
     """How the model is trained, as far as it isn't its shape.
 
-    recompute: "full" keeps a block's input and runs its forward again in backward; mtp_loss_scaling_factor: λ of the
-    MTP losses; mtp_hidden: whether MTP starts from the last hidden states after or before the final norm.
+    recompute: "full" keeps a block's input and runs its forward again in backward, "selective" does so with parts of a
+    block, recompute_modules (Megatron-core's names); mtp_loss_scaling_factor: λ of the MTP losses; mtp_hidden: whether
+    MTP starts from the last hidden states after or before the final norm.
     """
 
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "full", "selective"] = "none"
+    recompute_modules: tuple[str, ...] = ()
     mtp_loss_scaling_factor: float = 0.3
     mtp_hidden: Literal["after-norm", "before-norm"] = "after-norm"
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): [s/tp, b, h] -> [s/tp, b, h]."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): [s/tp, b, h] -> [s/tp, b, h].
 
-    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int):
+    recompute: parts that are computed again in backward: "layernorm" the outputs of both norms, "mlp" a dense MLP,
+    "moe" a mixture of experts, and those of `LatentAttention` and `MoE`.
+    """
+
+    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, recompute: tuple[str, ...] = ()):
         super().__init__()
         self.input_layernorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LatentAttention(config, mesh)
+        self.self_attn = LatentAttention(config, mesh, recompute)
         self.post_attention_layernorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: MoE | DenseMLP
         if config.is_moe_layer(layer):
-            self.mlp = MoE(config, mesh, layer)
+            # What is recomputed as a whole has no parts that are.
+            self.mlp = MoE(config, mesh, layer, () if "moe" in recompute else recompute)
         else:
             self.mlp = DenseMLP(config.hidden_size, config.intermediate_size, mesh)
+        self.discard_normed = "layernorm" in recompute
+        self.recompute_mlp = ("moe" if isinstance(self.mlp, MoE) else "mlp") in recompute
 
     def forward(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        x_lbh = x_lbh + self.self_attn(self.input_layernorm(x_lbh), batch)
-        normed = self.post_attention_layernorm(x_lbh)
-        return x_lbh + (self.mlp(normed, batch) if isinstance(self.mlp, MoE) else self.mlp(normed))
+        mlp = partial(self.mlp, batch=batch) if isinstance(self.mlp, MoE) else self.mlp
+        x_lbh = self._add(x_lbh, self.input_layernorm, partial(self.self_attn, batch=batch))
+        return self._add(x_lbh, self.post_attention_layernorm, partial(recomputed, mlp) if self.recompute_mlp else mlp)
+
+    def _add(
+        self, x_lbh: torch.Tensor, norm: SequenceRMSNorm, layer: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        normed_lbh = norm(x_lbh)
+        output_lbh = layer(normed_lbh)
+        if self.discard_normed:
+            discard([normed_lbh], lambda: [norm(x_lbh)], consumed=output_lbh)
+        return x_lbh + output_lbh
 
 
 class SharedHead(nn.Module):
@@ -71,8 +91,8 @@ class SharedHead(nn.Module):
 class MTPBlock(Block):
     """One depth of multi-token prediction (2412.19437, eq. 21–23): joins states and next tokens, then a block."""
 
-    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int):
-        super().__init__(config, mesh, layer)
+    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, recompute: tuple[str, ...] = ()):
+        super().__init__(config, mesh, layer, recompute)
         self.enorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size)
@@ -115,11 +135,12 @@ class DeepSeekStage(nn.Module):
             self.embed_tokens = embedding or VocabularyParallelEmbedding(
                 config.vocab_size, config.hidden_size, mesh, embedding_ranks
             )
-        self.layers = nn.ModuleDict({str(i): Block(config, mesh, i) for i in layers})
+        parts = options.recompute_modules if options.recompute == "selective" else ()
+        self.layers = nn.ModuleDict({str(i): Block(config, mesh, i, parts) for i in layers})
         if last:
             self.norm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
             self.lm_head = VocabularyParallelHead(config.vocab_size, config.hidden_size, mesh)
-        self.layers.update({str(i): MTPBlock(config, mesh, i) for i in mtp_layers})
+        self.layers.update({str(i): MTPBlock(config, mesh, i, parts) for i in mtp_layers})
         self._main, self._mtp = [str(i) for i in layers], [str(i) for i in mtp_layers]
 
     def forward(self, x_lbh: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
@@ -178,9 +199,7 @@ class DeepSeekStage(nn.Module):
         return total
 
     def _block(self, block: nn.Module, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        if self.options.recompute == "full" and torch.is_grad_enabled():
-            return checkpoint(block, x_lbh, batch, use_reentrant=False, preserve_rng_state=False)
-        return block(x_lbh, batch)
+        return recomputed(block, x_lbh, batch) if self.options.recompute == "full" else block(x_lbh, batch)
 
     def _token_loss(
         self,

@@ -8,6 +8,7 @@ Shapes: l = s/tp this rank's part of the sequence, b sequences, t = l·b tokens,
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from model.microbatch import MicroBatch, Routing
 from model.mlp import SharedExpert
 from parallel.comm import all_reduce_
 from parallel.mesh import Mesh
+from parallel.recompute import discard, recomputed
 from parallel.sharding import Sharding
 from parallel.weight_gradient import grouped_linear, will_add_its_gradient
 
@@ -109,10 +111,14 @@ class Router(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """All experts' SwiGLU layers as two stacks, computed by grouped matrix products over rows sorted by expert."""
+    """All experts' SwiGLU layers as two stacks, computed by grouped matrix products over rows sorted by expert.
 
-    def __init__(self, config: DeepSeekConfig):
+    discard_inner: the activation's output isn't kept but computed again in backward.
+    """
+
+    def __init__(self, config: DeepSeekConfig, discard_inner: bool = False):
         super().__init__()
+        self.discard_inner = discard_inner
         experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
@@ -127,17 +133,25 @@ class RoutedExperts(nn.Module):
         The weight multiplies the narrow activations: the same by linearity, and the router's gradient then needs those
         kept anyway instead of the wide outputs (V3: 470 MB a layer for 4,096 tokens).
         """
-        inner_ri = swiglu(grouped_linear(x_rh, self.gate_up_proj, ends_e), weight_r)
-        return grouped_linear(inner_ri, self.down_proj, ends_e)
+        gate_up = grouped_linear(x_rh, self.gate_up_proj, ends_e)
+        inner_ri = swiglu(gate_up, weight_r)
+        out_rh = grouped_linear(inner_ri, self.down_proj, ends_e)
+        if self.discard_inner:
+            discard([inner_ri], lambda: [swiglu(gate_up, weight_r)], consumed=out_rh)
+        return out_rh
 
 
 class MoE(nn.Module):
-    """y = Σᵢ wᵢ Eᵢ(x) + Shared(x) for this rank's tokens: [s/tp, b, h] -> [s/tp, b, h]."""
+    """y = Σᵢ wᵢ Eᵢ(x) + Shared(x) for this rank's tokens: [s/tp, b, h] -> [s/tp, b, h].
 
-    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int):
+    recompute: what is computed again in backward: "moe_act" the routed experts' activation, "shared_experts".
+    """
+
+    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, recompute: tuple[str, ...] = ()):
         super().__init__()
         self.gate = Router(config, mesh, layer)
-        self.experts = RoutedExperts(config)
+        self.experts = RoutedExperts(config, discard_inner="moe_act" in recompute)
+        self.recompute_shared = "shared_experts" in recompute
         self.shared_experts = None
         if config.n_shared_experts:
             self.shared_experts = SharedExpert(config.hidden_size, config.shared_intermediate_size)
@@ -153,7 +167,10 @@ class MoE(nn.Module):
             out_lbh = _AttachLoss.apply(out_lbh, auxiliary)
             if not recorded:
                 batch.record("aux", auxiliary)
-        return out_lbh if self.shared_experts is None else out_lbh + self.shared_experts(x_lbh)
+        if self.shared_experts is None:
+            return out_lbh
+        shared = partial(recomputed, self.shared_experts) if self.recompute_shared else self.shared_experts
+        return out_lbh + shared(x_lbh)
 
 
 class _AttachLoss(torch.autograd.Function):

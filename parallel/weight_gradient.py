@@ -93,18 +93,19 @@ def grouped_linear(x_ni: torch.Tensor, weight: nn.Parameter, ends_g: torch.Tenso
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # not saved: recomputation would hand back an alias, which has no main gradient
         return F.linear(x, _matrix(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         grad_no = grads[0].flatten(0, -2)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad_no @ _matrix(weight)).view(x.shape)
         if ctx.needs_input_grad[1]:
-            x_ni = x.flatten(0, -2)
+            x_ni = x.detach().flatten(0, -2)  # what waits must not keep the graph that x came from
 
             def gradient(total: torch.Tensor | None) -> torch.Tensor:
                 if total is None:

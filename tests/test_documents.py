@@ -107,7 +107,7 @@ def wrong_flags(code: str) -> Iterator[str]:
     tools = [file.stem for file in (ROOT / "tools").glob("*.py") if file.stem != "__init__"]
     if any(re.search(rf"(-m |^){program}\b", code) for program in FOREIGN_PROGRAMS):
         return
-    if match := re.search(r"-m tools\.(\w+)", code):
+    if match := re.search(r"(?:-m tools\.|python tools/)(\w+)", code):
         known, code = flags_of_tool(match[1]) if match[1] in tools else frozenset(), code[match.end() :]
     elif match := re.search(r"pretrain_multinode\.sh|pretrain_deepseek\.py", code):
         known, code = flags_of_run(), code[match.end() :]  # what stands before is torchrun's

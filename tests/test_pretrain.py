@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,8 @@ import numpy as np
 import pytest
 
 from data.indexed import IndexedWriter, bin_path
+from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.measured import read_measured
 from tests.training.test_failures import hear_interrupts
 
 ROOT = Path(__file__).parent.parent
@@ -179,6 +182,23 @@ def test_ranks_with_other_flags_are_told_so_before_they_wait_for_each_other(work
     assert [code for code, _, _ in ended] == [2, 2]
     assert "ranks disagree on --seed: 1234 on rank 0" in ended[0][2] and "5 on rank 1" in ended[0][2]
     assert "--lr" in ended[0][2]
+
+
+def test_a_profiled_pipeline_leaves_what_was_measured_beside_its_simulation(workplace: Path, ranks: Ranks) -> None:
+    run = workplace / "profiled"
+    flags = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--profile-pipeline")
+    ranks.start(workplace, *flags, "--train-iters", "2", "--no-bigram-baseline", "--run-dir", str(run))
+    (code, _, err), (other, _, err_1) = ranks.finish()
+    assert (code, other) == (0, 0), err + err_1
+    # The last step of a run that is shorter than five.
+    told = re.search(r"pipeline of step 2: idle ([\d.]+)% measured, ([\d.]+)% simulated with the same times; see", err)
+    assert told is not None and "pipeline of step" not in err_1
+    files = {file.name for file in (run / "pipeline").iterdir()}
+    assert files == {f"step_00002.{end}" for end in ("json", "trace.json", "txt", "png")}
+    measured = read_measured(run).timeline
+    assert f"{measured.idle_share:.1%}" == f"{told[1]}%" and measured.schedule == make_schedule("zb-h1", 2, 4)
+    drawn = (run / "pipeline" / "step_00002.txt").read_text()
+    assert "zb-h1, step 2 measured: 2 ranks" in drawn and f"idle {told[2]}% (within" in drawn.split("simulated:")[1]
 
 
 @pytest.mark.parametrize("launcher", ["torch.distributed.launch", "torch.distributed.run"])

@@ -35,6 +35,9 @@ def _comma_list(number: type[int] | type[float], metavar: str) -> Any:
 LayerList = Annotated[tuple[int, ...], _comma_list(int, "N,N,...")]
 CostList = Annotated[tuple[float, ...], _comma_list(float, "F,B,W[,SEND]")]
 
+RECOMPUTE_MODULES = ("core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+"""What `--recompute-modules` knows, as Megatron-core names it."""
+
 T = TypeVar("T")
 Unset = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
 """A flag that has no value until one is given: its help says what happens then, not "default: None"."""
@@ -116,8 +119,10 @@ class TrainingArguments:
     """Tokens of a sequence."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Numbers of weights and activations; bf16 keeps fp32 master weights and gradients."""
-    recompute_granularity: Literal["none", "full"] = "none"
-    """Activations kept for the backward pass: all, or only each layer's input (full recomputation)."""
+    recompute_granularity: Literal["none", "full", "selective"] = "none"
+    """Activations computed again in the backward pass: none, all but each layer's input, or those of some modules."""
+    recompute_modules: tuple[str, ...] = ()
+    """For selective: of core_attn, mla_up_proj, layernorm, mlp, moe, moe_act, shared_experts; by default core_attn."""
     deepspeed_config: Unset[str] = None
     """DeepSpeed's JSON file. Not supported yet: refused by name."""
     eval_interval: int = 100
@@ -204,6 +209,9 @@ class LoggingArguments:
     """Directory of TensorBoard's files; by default RUN/tensorboard."""
     peak_tflops: Unset[float] = None
     """Dense peak TFLOP/s of one device, for MFU; by default looked up for known GPUs."""
+    profile_pipeline: bool = False
+    """Measure when each action of the pipeline ran in this start's 5th step (or its last, if it has fewer), and draw
+    it beside the simulation: RUN/pipeline/step_*.txt, .png (with matplotlib), .json and .trace.json (Perfetto)."""
 
 
 @dataclass(frozen=True)

@@ -186,9 +186,14 @@ def _run_tyro(words: Sequence[str], default: Arguments) -> Arguments:
     except SystemExit as error:
         if not error.code:
             raise
-        lines = [re.sub(r"[╭╮╰╯│─]+", " ", line).strip() for line in said.getvalue().splitlines()]
-        text = " ".join(line for line in lines[1:] if line)
-        raise ConfigurationError(re.split(" Argument helptext:| For full helptext", text)[0]) from None
+        raise ConfigurationError(one_line(said.getvalue())) from None
+
+
+def one_line(box: str) -> str:
+    """What tyro says in a box about wrong flags, as one line."""
+    lines = [re.sub(r"[╭╮╰╯│─]+", " ", line).strip() for line in box.splitlines()]
+    text = " ".join(line for line in lines[1:] if line)
+    return re.split(" Argument helptext:| For full helptext", text)[0]
 
 
 _DECLARED: dict[str, Any] = {

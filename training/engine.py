@@ -54,6 +54,7 @@ class Engine:
         self.placement = placement_asked(arguments, config, mesh.world_size)
         options = ModelOptions(
             recompute=training.recompute_granularity,
+            recompute_modules=training.recompute_modules or ("core_attn",),
             mtp_loss_scaling_factor=arguments.model.mtp_loss_scaling_factor,
             mtp_hidden=arguments.model.mtp_hidden,
         )

@@ -63,6 +63,8 @@ _LINES = {
     "lr-warmup-fraction": "use --lr-warmup-iters: the fraction of --lr-decay-iters in steps",
     "warmup": "use --lr-warmup-iters",
     "checkpoint-activations": "use --recompute-granularity full",
+    "recompute-activations": "use --recompute-granularity selective",
+    "moe-layer-recompute": "use --recompute-granularity selective --recompute-modules moe",
     "persistent-save-interval": "use --save-interval",
     "yaml-cfg": "use --config",
     "use-checkpoint-args use-mp-args-from-checkpoint-args use-checkpoint-opt-param-scheduler": (
@@ -181,10 +183,10 @@ _LINES = {
     "rampup-batch-size decrease-batch-size-if-needed step-batch-size-schedule": (
         "not there yet: --global-batch-size is the same at every step"
     ),
-    "recompute-activations recompute-modules recompute-method recompute-num-layers moe-layer-recompute "
-    "distribute-saved-activations": (
-        "not there yet: --recompute-granularity full recomputes every block, there is no choice"
+    "recompute-method recompute-num-layers": (
+        "leave it out: --recompute-granularity full recomputes each block by itself, and all of them"
     ),
+    "distribute-saved-activations": "leave it out: what a block keeps is split over tensor-parallel ranks already",
     "moe-token-dispatcher-type moe-enable-deepep moe-deepep-num-sms moe-shared-expert-overlap "
     "overlap-moe-expert-parallel-comm moe-hybridep-*": (
         "not there yet: every rank holds its stage's experts, so no token travels to another rank"

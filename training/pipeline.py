@@ -9,7 +9,7 @@ from __future__ import annotations
 from model.config import DeepSeekConfig
 from model.flops import PartFlops, forward_flops
 from parallel.pipeline.catalogue import AUTO, make_schedule, placement_of
-from parallel.pipeline.placement import ModelCosts, balanced, check_counts, layers_of_layout
+from parallel.pipeline.placement import ModelCosts, balanced, check_counts, layers_of_layout, stages_of_layout
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.simulate import ShareCosts
 from training.arguments import Arguments
@@ -36,17 +36,26 @@ def schedule_of(
     ranks, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     if parallel.pipeline_schedule != AUTO:
         return make_schedule(parallel.pipeline_schedule, ranks, microbatches, chunks)
-    if chunks is None and parallel.pipeline_layers:
-        chunks = max(1, len(parallel.pipeline_layers) // ranks)
-    return make_schedule(
+    if chunks is None and (stages := _stages_given(arguments)):
+        chunks = max(1, stages // ranks)
+    found = make_schedule(
         AUTO,
         ranks,
         microbatches,
         chunks,
         costs=share_costs(arguments, config),
         memory_limit=parallel.pipeline_memory_limit,
-        placement=placement,
         most_stages=config.num_hidden_layers,
+    )
+    if placement in (None, found.placement):
+        return found
+    return make_schedule(
+        AUTO,
+        ranks,
+        microbatches,
+        costs=share_costs(arguments, config),
+        memory_limit=parallel.pipeline_memory_limit,
+        placement=placement,
     )
 
 
@@ -60,6 +69,12 @@ def placement_asked(arguments: Arguments, config: DeepSeekConfig, world_size: in
         parallel.pipeline_model_parallel_size,
         parallel.num_virtual_stages_per_pipeline_rank,
     )
+
+
+def _stages_given(arguments: Arguments) -> int:
+    """How many stages --pipeline-layers or the layout has; 0 where neither is given."""
+    layout = arguments.parallel.pipeline_model_parallel_layout
+    return len(arguments.parallel.pipeline_layers) if layout is None else len(stages_of_layout(layout))
 
 
 def share_costs(arguments: Arguments, config: DeepSeekConfig) -> ShareCosts:

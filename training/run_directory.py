@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """RUN/{config.yaml, metrics.jsonl, checkpoints/, tensorboard/, logs/rank_00000.jsonl …}."""
+    """RUN/{config.yaml, metrics.jsonl, checkpoints/, tensorboard/, logs/rank_00000.jsonl …, pipeline/}."""
 
     root: Path
     checkpoints: Path
@@ -52,6 +52,11 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+    @property
+    def pipeline(self) -> Path:
+        """Of --profile-pipeline; made when something is measured."""
+        return self.root / "pipeline"
 
     @property
     def lock(self) -> Path:

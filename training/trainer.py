@@ -30,6 +30,7 @@ from training.engine import Engine, StepResult
 from training.failures import ConfigurationError
 from training.logs import RankLogs
 from training.metrics import Meter, MetricsFile, TensorBoard
+from training.pipeline_profile import PipelineProfile
 from training.progress import Progress
 from training.run_directory import Start
 from training.schedule import LearningRateSchedule, lr_at
@@ -68,6 +69,9 @@ class Trainer:
             flops_per_token(config, training.seq_length), mesh.world_size, mesh.device, arguments.logging.peak_tflops
         )
         self.communication = self._communication_watch()
+        self.profile: PipelineProfile | None = None
+        if arguments.logging.profile_pipeline:
+            self.profile = PipelineProfile(self.engine.runtime, self.directory.pipeline, self.done.step, arguments)
 
     def run(self) -> None:
         """Train to --train-iters, validate, save; return when all is on disk. Collective."""
@@ -86,7 +90,11 @@ class Trainer:
             with Progress(last, self.done.step, interval, enabled=self.writes) as progress:
                 for step in range(self.done.step + 1, last + 1):
                     self.logs.step = step
+                    if self.profile is not None:
+                        self.profile.before(step)
                     record = self._step(step)
+                    if self.profile is not None:
+                        self.profile.after(step)
                     if self.validation and (step % training.eval_interval == 0 or step == last):
                         record |= self._validate()
                     if metrics is not None and board is not None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.arguments import Arguments
+from training.arguments import RECOMPUTE_MODULES, Arguments
 from training.failures import ConfigurationError
 from training.run_directory import earlier_run_error
 
@@ -55,6 +55,7 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
         *_check_layout(arguments, model_config, world_size),
         *_check_pipeline(arguments, model_config, world_size),
         *_check_not_yet(arguments),
+        *_check_recomputation(arguments),
         *_check_batches(arguments, model_config, world_size),
         *_check_schedule(arguments),
         *_check_data(arguments),
@@ -203,6 +204,17 @@ def _check_not_yet(arguments: Arguments) -> Iterator[str]:
         yield f"--deepspeed-config {arguments.training.deepspeed_config} isn't supported yet: leave it out"
     if (cp := arguments.parallel.context_parallel_size) > 1:
         yield f"--context-parallel-size {cp} isn't supported yet: use 1, or split sequences by tensor parallelism"
+
+
+def _check_recomputation(arguments: Arguments) -> Iterator[str]:
+    modules, granularity = arguments.training.recompute_modules, arguments.training.recompute_granularity
+    if unknown := [name for name in modules if name not in RECOMPUTE_MODULES]:
+        yield f"--recompute-modules {' '.join(unknown)}: unknown; there are {', '.join(RECOMPUTE_MODULES)}"
+    if modules and granularity != "selective":
+        yield (
+            f"--recompute-modules {' '.join(modules)} needs --recompute-granularity selective and it is "
+            f"{granularity}: set it, or leave the modules out"
+        )
 
 
 def _check_batches(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:

@@ -8,14 +8,16 @@ activations.
 
 from __future__ import annotations
 
-from parallel.pipeline.messages import Channel, plan_messages
+from parallel.pipeline.messages import Channel, RankMessages, plan_messages
 from parallel.pipeline.schedule import Action, Kind, Schedule, peak_activations
 
 
 def check(schedule: Schedule) -> None:
     """Raise ValueError, naming rank and action, unless the table is legal."""
     _check_complete(schedule)
-    _check_channels(schedule)
+    plans = plan_messages(schedule)  # finds actions that wait for each other
+    _check_order(schedule, plans)
+    _check_sends(schedule, plans)
     _check_peak(schedule)
 
 
@@ -46,9 +48,8 @@ def _check_complete(schedule: Schedule) -> None:
             raise ValueError(f"{schedule.name}: rank {rank} runs {min(extra, key=str)}, which is not its own")
 
 
-def _check_channels(schedule: Schedule) -> None:
-    """On every channel the order of sends is the order of receives; `plan_messages` has found deadlocks by then."""
-    plans = plan_messages(schedule)
+def _check_order(schedule: Schedule, plans: tuple[RankMessages, ...]) -> None:
+    """On every channel the order of sends is the order in which receives are posted."""
     sent: dict[Channel, list[Action]] = {}
     received: dict[Channel, list[Action]] = {}
     for plan in plans:
@@ -63,6 +64,33 @@ def _check_channels(schedule: Schedule) -> None:
                 f"{schedule.name}: rank {channel.source} sends {channel.what} to rank {channel.target} in another "
                 "order than they are received"
             )
+
+
+def _check_sends(schedule: Schedule, plans: tuple[RankMessages, ...]) -> None:
+    """Run the plan on paper with sends that hold their rank up until their receive is posted: none is held for ever."""
+    position = [0] * schedule.ranks
+    posted: set[Action] = set()
+    computed: set[Action] = set()
+    running = True
+    while running:
+        running = False
+        for rank, (row, plan) in enumerate(zip(schedule.actions, plans, strict=True)):
+            while (i := position[rank]) < len(row):
+                if row[i] not in computed:
+                    before = len(posted)
+                    posted.update(row[later] for later in plan.posts[i])
+                    running |= len(posted) > before
+                    if i in plan.received and plan.received[i].sender not in computed:
+                        break
+                    computed.add(row[i])
+                    running = True
+                if i in plan.sent and plan.sent[i].receiver not in posted:
+                    break
+                position[rank] += 1
+                running = True
+    held = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(schedule.actions) if position[r] < len(row)]
+    if held:
+        raise ValueError(f"{schedule.name} needs sends that are buffered, or deadlocks: {'; '.join(held)} are held up")
 
 
 def _check_peak(schedule: Schedule) -> None:

@@ -41,17 +41,15 @@ class RankMessages:
     posts: tuple[tuple[int, ...], ...]
 
 
-AHEAD = 2
-"""How many receives a rank posts before the action that it is about to compute needs them."""
-
-
 def plan_messages(schedule: Schedule) -> tuple[RankMessages, ...]:
     """For every rank what it receives and sends, and when each receive is posted.
 
-    A receive is posted as early as it can be without ever waiting for something that this rank has not launched yet:
-    on a GPU a posted receive occupies the device until its message comes, and if that one depended on a later action
-    of this rank, anything that synchronises the device in between (freeing memory does) would wait for ever. At most
-    `AHEAD` receives beyond the one in use are posted at a time: each holds a buffer.
+    A receive is posted as soon as this rank has launched every action that the message depends on. Not earlier: on a
+    GPU a posted receive occupies the device until its message comes, and anything that synchronises the device
+    meanwhile (freeing memory does) would wait for ever if that needed this rank. Not later: a send may block until its
+    receive is posted. What it waits for then are posts that lie before it in the table's partial order, so no sends
+    can wait for each other in a circle (`check` proves it for each table). In a warm-up a rank thus has as many
+    buffers waiting as its neighbour runs ahead.
     """
     before = dependencies(schedule)
     reach = _reach(schedule, before)
@@ -61,19 +59,18 @@ def plan_messages(schedule: Schedule) -> tuple[RankMessages, ...]:
     place = {action: i for row in schedule.actions for i, action in enumerate(row)}
     for rank, row in enumerate(schedule.actions):
         for i, action in enumerate(row):
-            if message := _message(schedule, action, before):
+            if (message := _message(schedule, action, before)) is not None:
                 received_by[rank][i] = message
                 sent_by[message.channel.source][place[message.sender]] = message
     for rank, row in enumerate(schedule.actions):
         posts: list[list[int]] = [[] for _ in row]
-        receiving = sorted(received_by[rank])
-        earliest = 0
-        for number, i in enumerate(receiving):
-            launched = reach[received_by[rank][i].sender][rank]
-            held_back = receiving[number - AHEAD] if number >= AHEAD else 0
-            # In the row's order, so that every channel receives in the order in which it is sent.
-            earliest = max(earliest, min(i, max(launched, held_back)))
-            posts[earliest].append(i)
+        newest: dict[Channel, int] = {}
+        for i in sorted(received_by[rank]):
+            message = received_by[rank][i]
+            # Each channel is received in the order of use; a table that sends in another one is refused.
+            soonest = max(reach[message.sender][rank], newest.get(message.channel, 0))
+            newest[message.channel] = soonest
+            posts[soonest].append(i)
         plans.append(RankMessages(received_by[rank], sent_by[rank], tuple(map(tuple, posts))))
     return tuple(plans)
 

@@ -107,7 +107,7 @@ def layers_of_layout(text: str, stages: int, layers: int, mtp_layers: int) -> tu
     the group in parentheses before it, commas mean nothing. Raises ValueError naming what is wrong, with numbers.
     """
     what = f"the layout {text!r}"
-    parts = _expand(text, what).split("|")
+    parts = stages_of_layout(text)
     for stage, part in enumerate(parts):
         if not part:
             raise ValueError(f"{what} leaves stage {stage} empty: give it a layer (t)")
@@ -127,13 +127,16 @@ def layers_of_layout(text: str, stages: int, layers: int, mtp_layers: int) -> tu
     return counts
 
 
-def _expand(text: str, what: str) -> str:
-    """The layout with its repetitions written out."""
+def stages_of_layout(text: str) -> list[str]:
+    """The layout's stages, with repetitions written out: "Et|(t|)*2tL" as Et, t, t, tL.
+
+    Raises ValueError for anything it isn't made of.
+    """
     rest = re.sub(r"[\s,]", "", text)
     while found := re.search(r"\(([^()]*)\)(?:\*(\d+))?|([EtmL|])\*(\d+)", rest):
         group, times, letter, letter_times = found.groups()
         written = group * int(times or 1) if letter is None else letter * int(letter_times)
         rest = rest[: found.start()] + written + rest[found.end() :]
     if strange := re.search(r"[^EtmL|]", rest):
-        raise ValueError(f"{what} has {strange[0]!r}: it is made of E, t, m, L, |, (...) and *n")
-    return rest
+        raise ValueError(f"the layout {text!r} has {strange[0]!r}: it is made of E, t, m, L, |, (...) and *n")
+    return rest.split("|")

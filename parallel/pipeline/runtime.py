@@ -8,7 +8,8 @@ never block.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from parallel.gradients import GradientReducer
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.check import check
 from parallel.pipeline.messages import Channel, Message, RankMessages, plan_messages
+from parallel.pipeline.profile import ActionClock
 from parallel.pipeline.schedule import Action, Kind, Schedule
 from parallel.weight_gradient import WeightGradientQueue
 
@@ -45,6 +47,8 @@ class PipelineRuntime:
         self.stages = stages
         self.like = torch.empty(0, dtype=dtype, device=mesh.device)
         self.finished = finished
+        self.clock: ActionClock | None = None
+        """Times the actions of the next runs; None: nothing is measured."""
         modules = [stage for stage in stages.values() if isinstance(stage, nn.Module)]
         self._passes = Counter(p for module in modules for p in module.parameters())
         self._queue = WeightGradientQueue(self._passes)
@@ -135,6 +139,9 @@ class _Step:
         """The numbered steps of every action: post, receive, compute, hand on, forget."""
         self.training = any(action.kind is not Kind.FORWARD for action in row)
         left = Counter(action.microbatch for action in row)
+        clock = self.runtime.clock
+        if clock is not None:
+            clock.begin(self.schedule, self.runtime.mesh.pp)
         for place, action in enumerate(row):
             # 1. receives of later actions, as early as the plan allows
             for later in self.messages.posts[place]:
@@ -142,7 +149,11 @@ class _Step:
             # 2. what this action needs from other ranks or from another stage here
             incoming = self._incoming(place, action)
             # 3. the computation
+            if clock is not None:
+                clock.start()
             outgoing = self._compute(action, incoming)
+            if clock is not None:
+                clock.stop()
             del incoming
             # 4. its result on its way
             self._hand_on(place, action, outgoing)
@@ -154,31 +165,41 @@ class _Step:
                 self.runtime.finished(self.microbatches[action.microbatch])
         # Nobody may leave with a message still under way: the receiver would see a closed connection.
         for work, _, message in self.sends:
-            self._wait(work, f"{message.sender} to be received by", message.channel.target)
+            with self._sending(message):
+                work.wait()
 
     def _post(self, place: int) -> None:
         message = self.messages.received[place]
         buffer = self.runtime.like.new_empty(self.shape)
-        self.posted[place] = buffer, irecv(buffer, self.runtime.axis_of(message), message.channel.source)
+        with self._receiving(message):
+            self.posted[place] = buffer, irecv(buffer, self.runtime.axis_of(message), message.channel.source)
 
     def _incoming(self, place: int, action: Action) -> torch.Tensor | None:
         if place in self.posted:
             buffer, work = self.posted.pop(place)
-            message = self.messages.received[place]
-            self._wait(work, f"{action} to get {message.channel.what} of {message.sender} from", message.channel.source)
+            with self._receiving(self.messages.received[place]):
+                work.wait()
             return buffer
         return self.here.pop((action.kind.hands_on, action.stage, action.microbatch), None)
 
-    def _wait(self, work: Work, what: str, peer: int) -> None:
-        """Raises RuntimeError that names what was waited for, and from which rank, when the peer is gone."""
+    @contextmanager
+    def _naming(self, what: str, peer: int) -> Iterator[None]:
+        """Inside, a lost peer raises RuntimeError that names the action, and the rank that it waited for."""
         try:
-            work.wait()
+            yield
         except RuntimeError as error:
             peers = self.runtime.mesh.pp.ranks
             raise RuntimeError(
                 f"pipeline rank {self.rank} ({self.schedule.name}) waited for {what} pipeline rank {peer} "
                 f"(rank {peers[peer]}): {error}"
             ) from error
+
+    def _receiving(self, message: Message) -> AbstractContextManager[None]:
+        sender, channel = message.sender, message.channel
+        return self._naming(f"{message.receiver} to get {channel.what} of {sender} from", channel.source)
+
+    def _sending(self, message: Message) -> AbstractContextManager[None]:
+        return self._naming(f"{message.sender} to be received by", message.channel.target)
 
     def _compute(self, action: Action, incoming: torch.Tensor | None) -> torch.Tensor | None:
         """Run one action; returns what the stage after it (forward) or before it (backward) gets."""
@@ -221,5 +242,6 @@ class _Step:
             self.here[direction, stage, action.microbatch] = outgoing
         else:
             outgoing = outgoing.contiguous()
-            work = isend(outgoing, self.runtime.axis_of(message), message.channel.target)
+            with self._sending(message):
+                work = isend(outgoing, self.runtime.axis_of(message), message.channel.target)
             self.sends.append((work, outgoing, message))

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from parallel.gradients import GradientReducer
+from parallel.gradients import Bucket, GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.pipeline import runtime as runtime_module
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.catalogue import SCHEDULES, make_schedule
 from parallel.pipeline.runtime import PipelineRuntime
 from parallel.pipeline.schedule import Action, Kind, Schedule
 from parallel.sharding import Sharding
+from parallel.weight_gradient import linear, will_add_its_gradient
 
 RunRanks = Callable[..., list[Any]]
 WIDTH = 5
@@ -23,20 +24,26 @@ SHAPE = torch.Size((3, 2, WIDTH))
 
 
 class Toy(nn.Module):
-    """One stage: tanh(x W + b); the first starts from the micro-batch, the last ends in a scalar."""
+    """One stage: tanh(x Wᵀ + b); the first starts from the micro-batch, the last ends in a scalar.
+
+    W adds its gradient itself, so that it may be deferred; that of b comes by autograd's hook.
+    """
 
     def __init__(self, seed: int, stage: int, last: bool):
         super().__init__()
         generator = torch.Generator().manual_seed(seed + stage)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).float())
-        self.weight.sharding = Sharding()  # type: ignore[attr-defined]
+        self.weight = will_add_its_gradient(nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5))
+        self.bias = nn.Parameter(0.1 * torch.randn(WIDTH, generator=generator))
+        for parameter in self.parameters():
+            parameter.sharding = Sharding()  # type: ignore[attr-defined]
         self.last = last
         self.outputs: list[torch.Tensor] = []
         self.with_gradient: list[bool] = []
 
     def forward(self, x: torch.Tensor | None, microbatch: torch.Tensor) -> torch.Tensor:
         # Transposed: what a stage hands on need not be contiguous.
-        y = ((microbatch if x is None else x) @ self.weight).tanh().transpose(0, 1).contiguous().transpose(0, 1)
+        y = (linear(microbatch if x is None else x, self.weight) + self.bias).tanh()
+        y = y.transpose(0, 1).contiguous().transpose(0, 1)
         y = (y * microbatch.cos()).square().sum() if self.last else y
         self.outputs.append(y.detach().clone())
         self.with_gradient.append(torch.is_grad_enabled() and y.requires_grad)
@@ -48,8 +55,8 @@ def microbatches_of(seed: int, count: int) -> list[torch.Tensor]:
     return [torch.randn(SHAPE, generator=generator) for _ in range(count)]
 
 
-def in_sequence(seed: int, stages: int, count: int) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Of the dense model: each stage's outputs and weight gradients, in fp64."""
+def in_sequence(seed: int, stages: int, count: int) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+    """Of the dense model: each stage's outputs and its parameters' gradients, in fp64."""
     toys = [Toy(seed, stage, stage == stages - 1).double() for stage in range(stages)]
     for microbatch in microbatches_of(seed, count):
         x = None
@@ -57,32 +64,7 @@ def in_sequence(seed: int, stages: int, count: int) -> tuple[list[list[torch.Ten
             x = toy(x, microbatch.double())
         assert x is not None
         x.backward()
-    return [toy.outputs for toy in toys], [toy.weight.grad for toy in toys]  # type: ignore[misc]
-
-
-def v_shaped(microbatches: int) -> Schedule:
-    """Stages 0 and 3 on rank 0, 1 and 2 on rank 1; forwards of rank 1 one ahead of its backwards."""
-    count = range(microbatches)
-    first = [Action(Kind.FORWARD, 0, m) for m in count]
-    second: list[Action] = []
-    for m in count:
-        first += [Action(Kind.FORWARD, 3, m), Action(Kind.BACKWARD, 3, m)]
-        second += [Action(Kind.FORWARD, 1, m), Action(Kind.FORWARD, 2, m)]
-    for m in count:
-        first += [Action(Kind.BACKWARD, 0, m)]
-        second += [Action(Kind.BACKWARD, 2, m), Action(Kind.BACKWARD, 1, m)]
-    return Schedule("v", microbatches, (0, 1, 1, 0), (tuple(first), tuple(second)))
-
-
-def interleaved(microbatches: int) -> Schedule:
-    """Stages 0 and 2 on rank 0, 1 and 3 on rank 1: activations flow both ways between the two."""
-    count = range(microbatches)
-    rows = []
-    for rank in range(2):
-        row = [Action(Kind.FORWARD, stage, m) for stage in (rank, rank + 2) for m in count]
-        row += [Action(Kind.BACKWARD, stage, m) for stage in (rank + 2, rank) for m in count]
-        rows.append(tuple(row))
-    return Schedule("interleaved", microbatches, (0, 1, 0, 1), tuple(rows))
+    return [toy.outputs for toy in toys], [[p.grad for p in toy.parameters()] for toy in toys]  # type: ignore[misc]
 
 
 class NeverDone:
@@ -110,7 +92,7 @@ def run_tables(seed: int, tables: list[Schedule]) -> list[dict[str, Any]]:
         if table.placement != placement:
             placement = table.placement
             stages = {s: Toy(seed, s, s == table.stages - 1) for s in table.stages_of(mesh.pp.rank)}
-            named = [(f"{s}.weight", toy.weight) for s, toy in stages.items()]
+            named = [(f"{s}.{name}", p) for s, toy in stages.items() for name, p in toy.named_parameters()]
             reducer = GradientReducer(named, mesh)
             runtime = PipelineRuntime(mesh, stages, torch.float32)
         assert runtime is not None
@@ -135,7 +117,7 @@ def run_tables(seed: int, tables: list[Schedule]) -> list[dict[str, Any]]:
                 reducer.finish()
             record["turns"][turn] = {
                 "outputs": {s: toy.outputs for s, toy in stages.items()},
-                "gradients": {s: toy.weight.main_grad.clone() for s, toy in stages.items()},  # type: ignore[operator]
+                "gradients": {s: [p.main_grad.clone() for p in toy.parameters()] for s, toy in stages.items()},
                 "with gradient": [flag for toy in stages.values() for flag in toy.with_gradient],
                 "waited": list(waited),
                 "sent": (mesh.ledger.calls("activations"), mesh.ledger.bytes("activations")),
@@ -146,18 +128,16 @@ def run_tables(seed: int, tables: list[Schedule]) -> list[dict[str, Any]]:
 
 
 def messages(table: Schedule, rank: int, kind: Kind) -> int:
-    """How many a rank must send: to another rank's stage, beyond neither end."""
-    step = 1 if kind is Kind.FORWARD else -1
+    """How many a rank must send in that kind's direction: to another rank's stage, beyond neither end."""
+    step = kind.hands_on
     owners = dict(enumerate(table.placement))
-    return sum(a.kind is kind and owners.get(a.stage + step, rank) != rank for a in table.actions[rank])
+    return sum(a.kind.hands_on == step and owners.get(a.stage + step, rank) != rank for a in table.actions[rank])
 
 
 TABLES = {
-    2: [make_schedule(name, 2, m) for name in ("1f1b", "gpipe") for m in (1, 2, 5)]
-    + [v_shaped(m) for m in (1, 3)]
-    + [interleaved(4)],
+    2: [make_schedule(name, 2, m) for name in SCHEDULES for m in (1, 2, 5)],
     # Fewer micro-batches than ranks, too.
-    4: [make_schedule(name, 4, m) for name in ("1f1b", "gpipe") for m in (1, 3, 6)],
+    4: [make_schedule(name, 4, m) for name in SCHEDULES for m in (1, 3, 6)],
 }
 
 
@@ -173,9 +153,10 @@ def test_every_table_computes_what_the_stages_compute_in_sequence(run_ranks: Run
                 for stage, found in seen["outputs"].items():
                     torch.testing.assert_close([x.double() for x in found], outputs[stage], rtol=1e-4, atol=1e-5)
                     if turn == "evaluate":
-                        assert not seen["gradients"][stage].any(), where
-                    else:
-                        error = (seen["gradients"][stage] - gradients[stage]).norm() / gradients[stage].norm()
+                        assert not any(gradient.any() for gradient in seen["gradients"][stage]), where
+                        continue
+                    for gradient, expected in zip(seen["gradients"][stage], gradients[stage], strict=True):
+                        error = (gradient - expected).norm() / expected.norm()
                         assert error < 1e-5, f"{where}: gradient of stage {stage} is off by {error:.1e}"
                 assert set(seen["with gradient"]) == {turn != "evaluate"}, where
 
@@ -183,7 +164,7 @@ def test_every_table_computes_what_the_stages_compute_in_sequence(run_ranks: Run
 @pytest.mark.parametrize("ranks", TABLES)
 def test_each_message_is_sent_once_and_waited_for(run_ranks: RunRanks, seed: int, ranks: int) -> None:
     """Between other ranks only; a rank that left with a send under way would close it under the receiver."""
-    tables = TABLES[ranks][-3:]
+    tables = TABLES[ranks][1::3]
     message = SHAPE.numel() * 4
     for rank, records in enumerate(run_ranks(ranks, run_tables, seed, tables)):
         for table, record in zip(tables, records, strict=True):
@@ -197,9 +178,58 @@ def test_each_message_is_sent_once_and_waited_for(run_ranks: RunRanks, seed: int
 
 def test_buckets_are_on_their_way_when_the_last_backward_ends(run_ranks: RunRanks, seed: int) -> None:
     """The last backward of a stage launches its bucket, so that `finish` finds nothing left to launch."""
-    for rank, records in enumerate(run_ranks(2, run_tables, seed, TABLES[2][-3:])):
-        for table, record in zip(TABLES[2][-3:], records, strict=True):
+    for rank, records in enumerate(run_ranks(2, run_tables, seed, TABLES[2][2::3])):
+        for table, record in zip(TABLES[2][2::3], records, strict=True):
             assert record["launched"] == [True], (rank, table.name)
+
+
+def order_of_launches(seed: int, table: Schedule) -> list[tuple[str, list[str]]]:
+    """For each bucket of this rank, when it was launched, after which action, and its parameters."""
+    mesh = Mesh.create(Layout(pp=torch.distributed.get_world_size()))
+    stages = {s: Toy(seed, s, s == table.stages - 1) for s in table.stages_of(mesh.pp.rank)}
+    named = [(f"{s}.{name}", p) for s, toy in stages.items() for name, p in toy.named_parameters()]
+    reducer = GradientReducer(named, mesh, bucket_cap_mb=1e-9)
+    names = {p: name for name, p in named}
+    launched: list[tuple[str, list[str]]] = []
+    running = [""]
+    compute, launch = runtime_module._Step._compute, Bucket.launch
+
+    def watched_compute(step: Any, action: Action, incoming: Any) -> Any:
+        running[0] = str(action)
+        return compute(step, action, incoming)
+
+    def watched_launch(bucket: Bucket) -> None:
+        launched.append((running[0], [names[p] for p in bucket.parameters]))
+        launch(bucket)
+
+    runtime_module._Step._compute, Bucket.launch = watched_compute, watched_launch  # type: ignore[method-assign]
+    try:
+        PipelineRuntime(mesh, stages, torch.float32).run(
+            table, microbatches_of(seed, table.microbatches), SHAPE, reducer
+        )
+    finally:
+        runtime_module._Step._compute, Bucket.launch = compute, launch  # type: ignore[method-assign]
+    reducer.finish()
+    return launched
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_bucket_starts_with_the_last_gradient_of_its_parameters(
+    run_ranks: RunRanks, seed: int, schedule: str
+) -> None:
+    """Not at the end of the table, and not before a weight gradient that still waits; buckets in one order."""
+    table = make_schedule(schedule, 2, 4)
+    for rank, launched in enumerate(run_ranks(2, order_of_launches, seed, table)):
+        row = [str(action) for action in table.actions[rank]]
+        assert len(launched) == 2 * len(table.stages_of(rank)), "one bucket a parameter"
+        so_far = 0
+        for action, names in launched:
+            stage, name = names[0].split(".")
+            kinds = "BW" if name == "weight" else "BI"
+            last = max(i for i, a in enumerate(row) if a[0] in kinds and a[1:].startswith(f"{stage}."))
+            # Buckets are launched in one order, so one may have to wait for those before it.
+            so_far = max(so_far, last)
+            assert row.index(action) == so_far, (rank, names, action)
 
 
 def wrong_calls() -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from kernels.grouped_matmul import grouped_matmul_reference
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.sharding import Sharding
-from parallel.weight_gradient import grouped_linear, linear, will_add_its_gradient
+from parallel.weight_gradient import WeightGradientQueue, grouped_linear, linear, will_add_its_gradient
 
 
 def owned(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -74,3 +76,60 @@ def test_grouped_weights_add_up_too_and_frozen_ones_get_nothing() -> None:
     reducer.finish()
     torch.testing.assert_close(stack.main_grad, plain.grad)  # type: ignore[attr-defined]
     assert frozen.grad is None
+
+
+def test_gradients_wait_in_the_queue_and_launch_their_buckets_when_all_ran() -> None:
+    first, second = owned(4, 5), owned(3, 4)
+    bias = nn.Parameter(torch.randn(3))
+    bias.sharding = Sharding()  # type: ignore[attr-defined]
+    named = [("first", first), ("second", second), ("bias", bias)]
+    reducer = GradientReducer(named, Mesh.create(Layout()), bucket_cap_mb=0)
+    queue = WeightGradientQueue(p for _, p in named)
+    plain = [p.detach().clone().requires_grad_() for _, p in named]
+    reducer.expect({p: 2 for _, p in named})
+    waiting = []
+    for _ in range(2):
+        x, grad = torch.randn(6, 5, requires_grad=True), torch.randn(6, 3)
+        x_plain = x.detach().clone().requires_grad_()
+        ((x_plain @ plain[0].t()) @ plain[1].t() + plain[2]).backward(grad)
+        with queue.collect() as collected:
+            (linear(linear(x, first), second) + bias).backward(grad)
+        assert len(collected) == 2
+        torch.testing.assert_close(x.grad, x_plain.grad)
+        waiting.append(collected)
+    assert not first.main_grad.any() and not second.main_grad.any()  # type: ignore[attr-defined]
+    launched = {name: bucket.launched for (name, _), bucket in zip(reversed(named), reducer.buckets, strict=True)}
+    assert launched == {"first": False, "second": False, "bias": True}, "what isn't deferred has come already"
+
+    queue.run(waiting[1])  # in any order
+    assert waiting[1] == [], "what ran has let go of what it kept"
+    assert not reducer.buckets[-1].launched
+    queue.run(waiting[0])
+    assert all(bucket.launched for bucket in reducer.buckets)
+    reducer.finish()
+    for (name, parameter), expected in zip(named, plain, strict=True):
+        torch.testing.assert_close(parameter.main_grad, expected.grad, msg=name)  # type: ignore[attr-defined]
+
+
+def test_outside_collect_nothing_waits() -> None:
+    weight = owned(3, 4)
+    GradientReducer([("weight", weight)], Mesh.create(Layout()))
+    WeightGradientQueue([weight])
+    linear(torch.randn(5, 4), weight).sum().backward()
+    assert weight.main_grad.any()  # type: ignore[attr-defined]
+
+
+def test_gradients_that_wait_keep_no_graph() -> None:
+    weight, stack = owned(4, 5), owned(2, 4, 5)
+    reducer = GradientReducer([("weight", weight), ("stack", stack)], Mesh.create(Layout()))
+    queue = WeightGradientQueue([weight, stack])
+    x = torch.randn(6, 5, requires_grad=True)
+    entered = weakref.ref(x)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    with queue.collect() as collected:
+        (linear(x.exp(), weight) + grouped_linear(x.exp(), stack, ends)).sum().backward()
+    del x
+    assert entered() is None and len(collected) == 2
+    queue.run(collected)
+    reducer.finish()
+    assert weight.main_grad.abs().sum() > 0  # type: ignore[attr-defined]

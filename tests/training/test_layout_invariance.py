@@ -104,10 +104,18 @@ def test_v2_with_its_auxiliary_loss_has_the_same_loss_in_any_layout(run_ranks: C
     assert_same_curve(found, reference, "sgd", capsys)
 
 
-def test_full_recomputation_changes_nothing_and_counts_each_token_once(
-    run_ranks: Callable[..., Any], capsys: Any
+@pytest.mark.parametrize(
+    "recomputation",
+    [
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mla_up_proj", "layernorm", "moe")},
+    ],
+    ids=["full", "selective"],
+)
+def test_recomputation_changes_nothing_and_counts_each_token_once(
+    run_ranks: Callable[..., Any], recomputation: dict[str, Any], capsys: Any
 ) -> None:
-    flags = {"optimizer": "sgd", "recompute_granularity": "full"}
+    flags = {"optimizer": "sgd", **recomputation}
     found = run_ranks(4, train, Job(layout=Layout(tp=2, pp=2), flags=flags))
     assert_same_curve(found, one_rank(run_ranks, "sgd"), "sgd", capsys)
     tokens = 4 * 48

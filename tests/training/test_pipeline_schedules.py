@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel.mesh import Layout
+from parallel.mesh import Layout, Mesh
 from parallel.pipeline.catalogue import SCHEDULES
-from tests.layouts import Curve, Job, train, whole
+from tests.layouts import Curve, Job, microbatches_of_step, train, whole
+from tests.layouts import flags_of as arguments_of
+from training.arguments import RECOMPUTE_MODULES
+from training.engine import Engine
 
 RunRanks = Callable[..., list[Any]]
 RANKS, LAYERS, BOUND = 4, 9, 1e-5
-MODEL = {"num_hidden_layers": LAYERS, "aux_loss_alpha": 0.01}
+MODEL = {"num_hidden_layers": LAYERS, "aux_loss_alpha": 0.01, "hidden_size": 64, "vocab_size": 256}
 UNEVEN = {
     1: (1, 3, 3, 2),
     2: (0, 2, 1, 1, 1, 1, 3, 0),  # the ends go without: embedding and head are enough
@@ -66,10 +69,20 @@ def test_every_schedule_has_one_ranks_loss_and_gradients(run_ranks: RunRanks, sc
         "8 micro-batches": job(8, **flags_of(schedule)),
         "uneven layers, full recomputation": job(8, recompute_granularity="full", **uneven, **flags_of(schedule)),
     }
+    if schedule == "zb-v":
+        selective = {"recompute_granularity": "selective", "recompute_modules": RECOMPUTE_MODULES}
+        jobs["selective recomputation"] = job(8, **selective, **flags_of(schedule))
     layout = Layout(pp=RANKS)
     by_rank = run_ranks(RANKS, several, [dataclasses.replace(one, layout=layout) for one in jobs.values()])
     for number, what in enumerate(jobs):
         assert_equal([curves[number] for curves in by_rank], one_rank(run_ranks, 8), f"{schedule}, {what}")
+
+
+def test_a_table_that_was_searched_for_is_run(run_ranks: RunRanks) -> None:
+    """auto, for costs far from even and little memory, and the same table on every rank."""
+    flags = {"pipeline_schedule": "auto", "pipeline_costs": (1.0, 1.9, 0.4, 0.2), "pipeline_memory_limit": 3.0}
+    searched = dataclasses.replace(job(8, **flags), layout=Layout(pp=RANKS))
+    assert_equal(run_ranks(RANKS, train, searched), one_rank(run_ranks, 8), "auto")
 
 
 DATA_PARALLEL = ("zb-v", "zb-h2")
@@ -83,3 +96,30 @@ def test_every_schedule_reduces_over_replicas(run_ranks: RunRanks, schedule: str
     """Also with small buckets, several for each stage, which start at the last weight gradient of their parameters."""
     replicas = dataclasses.replace(job(4, dp=2, bucket_cap_mb=0.05, **flags_of(schedule)), layout=Layout(pp=RANKS))
     assert_equal(run_ranks(2 * RANKS, train, replicas), one_rank(run_ranks, 8), f"{schedule}, dp 2")
+
+
+def forwards_of_layers(schedule: str, microbatches: int) -> dict[str, int]:
+    """How often each layer's forward runs in one step with full recomputation."""
+    settings = job(microbatches, recompute_granularity="full", **flags_of(schedule))
+    settings = dataclasses.replace(settings, layout=Layout(pp=RANKS))
+    mesh = Mesh.create(settings.layout)
+    config = settings.model()
+    engine = Engine(config, arguments_of(settings), mesh)
+    counts: dict[str, int] = {}
+    for stage in engine.stages.values():
+        for name, layer in stage.layers.items():
+
+            def counted(module: Any, inputs: Any, name: str = name) -> None:
+                counts[name] = counts.get(name, 0) + 1
+
+            layer.register_forward_pre_hook(counted)
+    engine.forward_backward(microbatches_of_step(settings, 0, config.vocab_size, 0, 1))
+    return counts
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"])
+def test_full_recomputation_runs_each_layer_twice_a_micro_batch(run_ranks: RunRanks, schedule: str) -> None:
+    """Once forward, once again before the input gradient; the deferred weight gradient uses what that made."""
+    found = run_ranks(RANKS, forwards_of_layers, schedule, 4)
+    counts = {name: count for counts in found for name, count in counts.items()}
+    assert counts == {str(layer): 2 * 4 for layer in range(LAYERS + 1)}  # MTP's layer comes after the others

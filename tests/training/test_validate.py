@@ -50,6 +50,7 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
     validate(arguments, config, 8)
     validate(arguments.replace(precision="bf16", pipeline_layers=(3, 1)), config, 8)
     validate(arguments.replace(distributed_backend="nccl"), config, 8, gpus=8)
+    validate(arguments.replace(recompute_granularity="selective", recompute_modules=("moe", "moe_act")), config, 8)
     validate(arguments.replace(lr_decay_style="wsd", lr_wsd_decay_iters=20, lr_warmup_iters=10), config, 8)
 
 
@@ -103,6 +104,12 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
         ({"adam_beta2": 1.0}, 8, ["--adam-beta2 1.0", "below 1"]),
         ({"micro_batch_size": 0}, 8, ["--micro-batch-size 0"]),
         ({"tensor_model_parallel_size": 0}, 8, ["--tensor-model-parallel-size 0"]),
+        ({"recompute_modules": ("mlp",)}, 8, ["--recompute-modules mlp needs", "selective and it is none"]),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ("moe", "mla")},
+            8,
+            ["--recompute-modules mla: unknown", "core_attn, mla_up_proj, layernorm"],
+        ),
         ({"resume": True, "overwrite": True}, 8, ["--resume and --overwrite"]),
     ],
 )

@@ -1,0 +1,82 @@
+"""--profile-pipeline on real ranks: the measured time line has each action once, in order, with dependencies kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.mesh import Layout, Mesh
+from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.measured import read_measured
+from parallel.pipeline.schedule import dependencies
+from tests.layouts import Job, flags_of, microbatches_of_step
+from training.arguments import Arguments
+from training.engine import Engine
+from training.pipeline_profile import PipelineProfile
+
+RunRanks = Callable[..., list[Any]]
+JOBS = {
+    "pp 4": Job(Layout(pp=4), overrides={"num_hidden_layers": 4}, flags={"pipeline_schedule": "zb-h1"}),
+    "pp 2, dp 2": Job(Layout(pp=2), overrides={"num_hidden_layers": 4}, flags={"pipeline_schedule": "zb-v"}),
+}
+
+
+def train_profiled(job: Job, directory: str) -> tuple[bool, list[bool]]:
+    """Three steps, of which the second is measured; returns whether this rank told of it, and when it had a clock."""
+    mesh, config = Mesh.create(job.layout), job.model()
+    engine = Engine(config, flags_of(job), mesh)
+    profile = PipelineProfile(engine.runtime, Path(directory), 0, Arguments().replace(train_iters=2))
+    told: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = told.append  # type: ignore[method-assign]
+    logging.getLogger("training.pipeline_profile").addHandler(handler)
+    logging.getLogger("training.pipeline_profile").setLevel(logging.INFO)
+    clocks = []
+    for step in (1, 2, 3):
+        batches = microbatches_of_step(job, step, config.vocab_size, mesh.dp.rank, mesh.dp.size)
+        profile.before(step)
+        clocks.append(engine.runtime.clock is not None)
+        engine.train_step(batches, 1e-3)
+        profile.after(step)
+        engine.evaluate(batches)  # of which nothing may be measured
+    logging.getLogger("training.pipeline_profile").removeHandler(handler)
+    return bool(told), clocks
+
+
+@pytest.mark.parametrize("layout", JOBS)
+def test_a_measured_step_has_each_action_once_and_keeps_dependencies(
+    run_ranks: RunRanks, tmp_path: Path, layout: str
+) -> None:
+    job = JOBS[layout]
+    outcomes = run_ranks(4, train_profiled, job, str(tmp_path / "pipeline"))
+    assert [told for told, _ in outcomes] == [True, False, False, False]
+    assert all(clocks == [False, True, False] for _, clocks in outcomes)
+
+    measured = read_measured(tmp_path)
+    schedule, spans = measured.timeline.schedule, measured.timeline.spans
+    microbatches = job.global_batch // (4 // job.layout.pp)
+    assert measured.step == 2
+    assert schedule == make_schedule(job.flags["pipeline_schedule"], job.layout.pp, microbatches)
+    assert [len(row) for row in spans] == [len(row) for row in schedule.actions]
+    when = {}
+    for row, times in zip(schedule.actions, spans, strict=True):
+        assert all(start < end for start, end in times)
+        assert all(before.end <= after.start for before, after in zip(times, times[1:], strict=False))
+        when |= dict(zip(row, times, strict=True))
+    # A result can't be used before it is there, but for what the ranks' clocks may be off.
+    tolerance = measured.alignment_seconds
+    assert 0 < tolerance < 10
+    for action, needed in dependencies(schedule).items():
+        for sender in needed:
+            assert when[action].start >= when[sender].end - tolerance, (str(sender), str(action))
+    assert min(start for row in spans for start, _ in row) == 0.0
+
+
+@pytest.mark.parametrize(("done", "last", "step"), [(0, 100, 5), (0, 3, 3), (40, 100, 45), (98, 100, 100)])
+def test_the_fifth_step_of_a_start_is_measured_or_its_last(done: int, last: int, step: int, tmp_path: Path) -> None:
+    runtime: Any = None  # not touched before a step
+    assert PipelineProfile(runtime, tmp_path, done, Arguments().replace(train_iters=last)).step == step
