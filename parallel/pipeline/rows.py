@@ -47,8 +47,8 @@ class Problem:
 
     @cached_property
     def capacity(self) -> int:
-        """The memory limit, counted in activations of one micro-batch on one stage."""
-        return int(self.memory_limit * self.chunks + TOLERANCE)
+        """The memory limit, counted in activations of one micro-batch on one stage; all there are at most."""
+        return int(min(self.memory_limit, self.microbatches) * self.chunks + TOLERANCE)
 
     @cached_property
     def time(self) -> tuple[float, ...]:
@@ -156,6 +156,7 @@ def join_backwards(problem: Problem, rows: Rows) -> Rows:
         row: list[int] = []
         split = 0  # I's of the stage whose W is still to come
         for number in rows[rank]:
+            # The W that follows an I is an earlier micro-batch's where others still wait.
             if number == 2 * stages + stage and split == 1 and row[-1] == stages + stage:
                 row[-1] = 3 * stages + stage
                 split = 0
@@ -173,7 +174,7 @@ def ends_of(problem: Problem, rows: Rows) -> list[list[float]] | None:
     time, source, delay = problem.time, problem.source, problem.delay
     weights, wholes = 2 * problem.stages, 3 * problem.stages
     handed: list[list[float]] = [[] for _ in range(weights)]  # the ends of each F and I
-    handed += handed[: problem.stages] + handed[problem.stages :]  # a B hands on what an I does; a W nothing
+    handed += handed  # a B hands on what an I does; nobody asks for a W
     ends: list[list[float]] = [[] for _ in rows]
     clock = [0.0] * len(rows)
     waiting = list(range(len(rows)))
