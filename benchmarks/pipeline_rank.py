@@ -47,19 +47,14 @@ TORCH = {
 """Which class of torch.distributed.pipelining runs a schedule that has a name here."""
 
 SPIN = 0.0003
-"""Seconds at a sleep's end that are spun away: sleep alone wakes up 0.1 ms late, 1 % of 10 ms."""
+"""Seconds at a sleep's end that are spun away: sleep alone wakes up 0.1 to 0.2 ms late."""
 
 
 class Sleeper:
-    """Stands in for a stage's computation: sleeps, and counts how often and how long.
+    """Stands in for a stage's computation: sleeps, and counts how often and how long. seconds: that F, I and W take."""
 
-    seconds: that F, I and W take; awake: of these, how long a sleeper is awake at the end and calls torch. A processor
-    that slept for 10 ms has lost torch's code from its caches, and what comes next takes 0.3 ms longer; one that
-    computed has it.
-    """
-
-    def __init__(self, seconds: dict[Kind, float], awake: float):
-        self.seconds, self.awake = seconds, awake
+    def __init__(self, seconds: dict[Kind, float]):
+        self.seconds = seconds
         self.counts: Counter[str] = Counter()
         self.slept = 0.0
 
@@ -69,31 +64,11 @@ class Sleeper:
         Ends some microseconds late, as long as the processor is free.
         """
         end = started + self.seconds[kind]
-        time.sleep(max(0.0, end - self.awake - SPIN - time.perf_counter()))
-        while time.perf_counter() < end - SPIN:
-            _call_torch()
+        time.sleep(max(0.0, end - SPIN - time.perf_counter()))
         self.counts[kind.value] += 1
         while (now := time.perf_counter()) < end:
             pass
         self.slept += now - started
-
-
-class _Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return grads[0]
-
-
-def _call_torch() -> None:
-    """A forward and backward pass of next to nothing: some 0.1 ms."""
-    with torch.enable_grad():
-        x = torch.zeros(1, requires_grad=True)
-        y = _Identity.apply(x) + x
-    y.backward()
 
 
 class _Sleep(torch.autograd.Function):
@@ -269,7 +244,7 @@ def measure_idle(mesh: Mesh, options: dict[str, Any]) -> list[dict[str, Any]]:
     def sleeper(stages: int) -> Sleeper:
         """Of one of a rank's stages."""
         share = [milliseconds / 1e3 / stages for milliseconds in options["milliseconds"]]
-        return Sleeper(dict(zip(kinds, share, strict=True)), options["awake"] / 1e3)
+        return Sleeper(dict(zip(kinds, share, strict=True)))
 
     order = random.Random(0)  # the same on all ranks
     records = []

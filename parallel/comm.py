@@ -147,17 +147,16 @@ def job_store(world: Axis) -> dist.Store | None:
 
 def isend(x: torch.Tensor, axis: Axis, peer: int) -> Work:
     """Send contiguous `x` to the axis's rank `peer`; never blocks. `x` must live, unchanged, until the work is done."""
+    assert axis.group is not None, "nobody to send to"
     axis.ledger.add(axis.name, "send", _bytes(x))
-    work = dist.isend(x, dst=axis.ranks[peer], group=axis.group)
-    assert work is not None, "this rank is not in the group it sends on"
-    return work
+    # Not dist.isend: its checks take 0.06 ms where caches are cold, between any two actions of a pipeline.
+    return axis.group.send([x], peer, 0)
 
 
 def irecv(x: torch.Tensor, axis: Axis, peer: int) -> Work:
     """Receive into `x` from the axis's rank `peer`; `x` may be read after `wait()`."""
-    work = dist.irecv(x, src=axis.ranks[peer], group=axis.group)
-    assert work is not None, "this rank is not in the group it receives on"
-    return work
+    assert axis.group is not None, "nobody to receive from"
+    return axis.group.recv([x], peer, 0)
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -230,8 +230,9 @@ _LINES = {
     "log-straggler disable-straggler-on-startup straggler-* gpu-sniff-test-interval run-workload-inspector-server": (
         "not there yet: RUN/logs has a file for each rank"
     ),
-    "profile profile-* use-pytorch-profiler record-memory-history memory-snapshot-path": (
-        "not there yet: start python under a profiler of your own for a few --train-iters"
+    "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler record-memory-history "
+    "memory-snapshot-path": (
+        "not there yet: --profile-pipeline measures one step; for more start python under a profiler of your own"
     ),
     "logging-level": "not there yet: RUN/logs has every line of every rank",
     "manual-gc manual-gc-interval no-manual-gc-eval empty-unused-memory-level": (

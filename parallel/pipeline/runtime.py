@@ -80,7 +80,9 @@ class PipelineRuntime:
             assert reducer is not None, "a table with backward actions needs a reducer"
             passes = {p: stages * len(microbatches) for p, stages in self._passes.items() if p.requires_grad}
             reducer.expect(passes)
-        _Step(self, schedule, messages, microbatches, shape).run(row)
+        step = _Step(self, schedule, messages, microbatches, shape)
+        with torch.set_grad_enabled(step.training):
+            step.run(row)
 
     def _plan(self, schedule: Schedule) -> RankMessages:
         """This rank's messages in the table, which is checked, and whose channels are connected, the first time."""
@@ -126,6 +128,7 @@ class _Step:
         self.runtime, self.schedule, self.messages = runtime, schedule, messages
         self.microbatches, self.shape = microbatches, shape
         self.rank = runtime.mesh.pp.rank
+        self.training = any(action.kind is not Kind.FORWARD for action in schedule.actions[self.rank])
         self.posted: dict[int, tuple[torch.Tensor, Work]] = {}
         self.sends: dict[int, tuple[Work, torch.Tensor]] = {}
         self.here: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -136,7 +139,6 @@ class _Step:
 
     def run(self, row: Sequence[Action]) -> None:
         """The numbered steps of every action: post, receive, compute, hand on, forget."""
-        self.training = any(action.kind is not Kind.FORWARD for action in row)
         left = Counter(action.microbatch for action in row)
         clock = self.runtime.clock
         if clock is not None:
@@ -226,8 +228,7 @@ class _Step:
     def _forward(self, action: Action, incoming: torch.Tensor | None) -> torch.Tensor:
         if incoming is not None and self.training:
             incoming.requires_grad_()
-        with torch.set_grad_enabled(self.training):
-            output = self.runtime.stages[action.stage](incoming, self.microbatches[action.microbatch])
+        output = self.runtime.stages[action.stage](incoming, self.microbatches[action.microbatch])
         if self.training:
             # The edge rather than the tensor: the output's values are freed as soon as they were sent.
             last = action.stage == self.schedule.stages - 1

@@ -45,10 +45,11 @@ def test_idle_is_what_the_work_that_was_asked_for_leaves_of_the_makespan() -> No
     zb_v, v_min = rows(found, 4, [20.0, 20.0, 20.0])
     assert zb_v.ours == pytest.approx(1 - 480 / 516) and zb_v.best == pytest.approx(1 - 480 / 512)
     assert zb_v.theirs == pytest.approx(0.2) and v_min.theirs is None
-    assert zb_v.simulated == pytest.approx(1 - 480 / 510)  # 5.9 %, the floor of this size
-    assert zb_v.with_messages > zb_v.simulated and zb_v.late == pytest.approx(0.01)
+    assert zb_v.alone == pytest.approx(1 - 480 / 510)  # 5.9 %, the floor of this size
+    assert zb_v.simulated > zb_v.alone and zb_v.late == pytest.approx(0.01)
     lines = idle_table([zb_v, v_min]).splitlines()
-    assert lines[2].startswith("| zb-v | 8 | 5.9% |") and lines[2].endswith("| +1.1 | 1.0% | 20.0% |")
+    assert lines[2].startswith(f"| zb-v | 8 | {zb_v.simulated:.1%} | 5.9% | 7.0% |")
+    assert lines[2].endswith("| 1.0% | 20.0% |")
     assert {line.count("|") for line in lines} == {10}
 
 
@@ -59,10 +60,10 @@ def test_each_claim_fails_where_it_does_not_hold() -> None:
         idle += [record("torch", "zb-v", [work / (1 - theirs)], microbatches)]
         return [holds for _, holds in verdicts(rows({"message": 0.0, "idle": idle}, 4, [20.0] * 3), True)]
 
-    assert checked(0.07, 0.08) == [True, True, True, True]
-    assert checked(0.085, 0.08) == [False, False, False, False]
-    assert checked(0.049, 0.08, 16) == [True, True, True, True]
-    assert checked(0.051, 0.08, 16) == [False, False, True, False]
+    assert checked(0.07, 0.08) == [True, True, True]
+    assert checked(0.085, 0.08) == [False, False, False]
+    assert checked(0.049, 0.08, 16) == [True, True, True]
+    assert checked(0.051, 0.08, 16) == [False, True, False]
 
 
 @pytest.mark.parametrize("options", ["--milliseconds 1,2", "--milliseconds 0", "--schedules 1f1b,zb", "--ranks 0"])
@@ -73,7 +74,7 @@ def test_wrong_options_are_refused(options: str, capsys: pytest.CaptureFixture[s
 
 
 def sleeper() -> Sleeper:
-    return Sleeper(dict.fromkeys((Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT), 0.001), awake=0.0005)
+    return Sleeper(dict.fromkeys((Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT), 0.001))
 
 
 def test_each_sleep_comes_in_its_own_action_ours_and_torch_s() -> None:
@@ -110,7 +111,7 @@ def tiny(options: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_tiny_run_measures_ours_and_torch_s(run_ranks: RunRanks) -> None:
     """Split on both sides; every rank raises where a stage's sleeps aren't one for each micro-batch and kind."""
-    options = {"microbatches": [4], "milliseconds": [2.0] * 3, "awake": 0.5, "rounds": 1, "torch": True}
+    options = {"microbatches": [4], "milliseconds": [2.0] * 3, "rounds": 1, "torch": True}
     found = run_ranks(2, tiny, options | {"schedules": ["1f1b", "zb-v"]})[0]
     kinds = [(r["contender"], r["schedule"]) for r in found["idle"]]
     assert kinds == [("ours", "1f1b"), ("torch", "1f1b"), ("ours", "zb-v"), ("torch", "zb-v")]

@@ -192,7 +192,7 @@ def test_v_shaped_tables_are_legal() -> None:
 
 
 @pytest.mark.parametrize("name, ranks, microbatches, chunks, words", [
-    ("zigzag", 2, 2, None, "'zigzag' is unknown: choose one of 1f1b, dualpipe-v, gpipe"),
+    ("zigzag", 2, 2, None, "'zigzag' is unknown: choose one of 1f1b, auto, dualpipe-v, gpipe"),
     ("1f1b", 0, 2, None, "1f1b needs at least 1 pipeline rank, got 0: use 1"),
     ("zb-v", 3, 0, None, "zb-v on 3 ranks needs at least 1 micro-batch, got 0: use 1, or 6"),
     ("dualpipe-v", 4, 8, 3, "dualpipe-v has 2 stages a rank, not 3: leave chunks out, or use interleaved"),
