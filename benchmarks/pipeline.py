@@ -67,8 +67,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--milliseconds",
         type=_times,
         default="100",
-        help="F, I and W of a rank's share of a micro-batch; or one for all. What an action costs beyond its sleep, half a "
-        "millisecond where caches went cold meanwhile, is idle time: with 20 ms five points of it",
+        help="F, I and W of a rank's share of a micro-batch; or one for all. What an action costs beyond its "
+        "sleep, half a millisecond where caches went cold meanwhile, is idle time: with 20 ms five points of it",
     )
     parser.add_argument(
         "--rounds", type=_number, default=3, help="steps of each kind, taken in turns; medians are shown"

@@ -132,7 +132,7 @@ def test_ranks_that_are_started_answer_and_a_failing_one_is_named() -> None:
 
 
 def test_the_command_exits_by_its_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["pipeline", "--microbatches", "8"])
+    monkeypatch.setattr("sys.argv", ["pipeline", "--microbatches", "8", "--milliseconds", "20"])
     for seconds, status in ((0.515, 0), (0.6, 1)):
         idle = [record("ours", "zb-v", [seconds])]
         found = {"message": 0.0, "idle": idle, "memory": {"zb-v": [4.25, 4.5, 4.5, 4.25]}}
