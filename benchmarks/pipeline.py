@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.pipeline.catalogue import SCHEDULES, make_schedule
+from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.named import SCHEDULES
 from parallel.pipeline.schedule import peak_activations
 from parallel.pipeline.simulate import Costs, ShareCosts, simulate
 

@@ -23,8 +23,9 @@ if not __package__:  # run as a file: then its own directory is on the path, and
 
 import tyro  # noqa: E402
 
-from parallel.pipeline.catalogue import MINIMUM_MICROBATCHES, SCHEDULES, make_schedule  # noqa: E402
+from parallel.pipeline.catalogue import make_schedule  # noqa: E402
 from parallel.pipeline.measured import beside_simulation, read_measured  # noqa: E402
+from parallel.pipeline.named import MINIMUM_MICROBATCHES, SCHEDULES  # noqa: E402
 from parallel.pipeline.plot import draw_text, right_edge  # noqa: E402
 from parallel.pipeline.plot_png import draw_png  # noqa: E402
 from parallel.pipeline.search import search  # noqa: E402

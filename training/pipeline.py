@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from model.config import DeepSeekConfig
 from model.flops import PartFlops, forward_flops
-from parallel.pipeline.catalogue import AUTO, make_schedule, placement_of
+from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.named import AUTO, placement_of
 from parallel.pipeline.placement import ModelCosts, balanced, check_counts, layers_of_layout, stages_of_layout
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.simulate import ShareCosts

@@ -1,7 +1,7 @@
 """A pipeline schedule is a table: for each rank the actions it takes, in order, and nothing else.
 
 Lives here: what a table is made of, and what follows from a table alone. Imports nothing of ours and no torch. The
-tables themselves are made in `one_stage`, `interleaved`, `v_shaped` and `search`; `catalogue` knows them by name.
+tables themselves are made in `one_stage`, `interleaved`, `v_shaped` and `search`; `named` knows them by name.
 """
 
 from __future__ import annotations

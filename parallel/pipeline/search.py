@@ -12,9 +12,8 @@ from functools import lru_cache
 from math import inf, isfinite
 from random import Random
 
-from parallel.pipeline.interleaved import interleaved
 from parallel.pipeline.local_search import improve_rows
-from parallel.pipeline.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
+from parallel.pipeline.named import SCHEDULES
 from parallel.pipeline.patterns import Pattern, improve_pattern, place_weight_gradients, simple_patterns, table_of
 from parallel.pipeline.rows import (
     TOLERANCE,
@@ -28,7 +27,7 @@ from parallel.pipeline.rows import (
 )
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.simulate import ShareCosts
-from parallel.pipeline.v_shaped import dualpipe_v, v_half, v_min, v_placement, zb_v
+from parallel.pipeline.v_shaped import v_placement
 
 EFFORT = 1_000_000
 """Actions timed in changed tables. A number, not a time, so that all ranks of a job find the same table.
@@ -117,15 +116,11 @@ def _known_tables(problem: Problem) -> Iterator[Rows]:
     passes = [*range(stages), *(a for s in reversed(range(stages)) for a in (stages + s, 2 * stages + s))]
     alone = [[action for action in passes if problem.rank[action] == rank] * microbatches for rank in range(ranks)]
     yield alone
-    named: list[Schedule] = []
-    if problem.placement == tuple(range(ranks)):
-        named += [build(ranks, microbatches) for build in (gpipe, one_f_one_b, zb_h1, zb_h2)]
-    elif problem.placement == v_placement(ranks):
-        named += [build(ranks, microbatches) for build in (zb_v, v_half, v_min, dualpipe_v)]
-    if problem.placement == tuple(range(ranks)) * problem.chunks:
-        named.append(interleaved(ranks, microbatches, problem.chunks))
-    for schedule in named:
-        rows = to_rows(schedule)
+    for entry in SCHEDULES.values():
+        chunks = problem.chunks
+        if entry.chunks not in (None, chunks) or entry.placement(ranks, chunks) != problem.placement:
+            continue
+        rows = to_rows(entry.build(ranks, microbatches, chunks))
         if all(fits(problem, row) for row in rows):
             yield rows
         orders = [[action for action in row if action < 2 * stages] for row in rows]

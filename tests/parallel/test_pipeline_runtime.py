@@ -12,7 +12,8 @@ from torch import nn
 from parallel.gradients import Bucket, GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.pipeline import runtime as runtime_module
-from parallel.pipeline.catalogue import SCHEDULES, make_schedule
+from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.named import SCHEDULES
 from parallel.pipeline.runtime import PipelineRuntime
 from parallel.pipeline.schedule import Action, Kind, Schedule
 from parallel.sharding import Sharding

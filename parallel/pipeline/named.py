@@ -1,0 +1,85 @@
+"""The named schedules: what each needs, and its table.
+
+Lives here: `SCHEDULES`, whose tables follow from numbers alone; a new schedule is a line in it. Imports the files of
+`parallel/pipeline` that make tables; no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parallel.pipeline.interleaved import interleaved
+from parallel.pipeline.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
+from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.v_shaped import dualpipe_v, v_half, v_min, v_placement, zb_v
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One named schedule.
+
+    build(ranks, microbatches, chunks): the table, legal for any number of micro-batches from 1 on; chunks: how many
+    stages each rank holds (None: any number, as asked); v_shaped: rank r holds stages r and 2·ranks-1-r, rather than
+    r, r + ranks, ….
+    """
+
+    build: Callable[[int, int, int], Schedule]
+    chunks: int | None = 1
+    v_shaped: bool = False
+
+    def placement(self, ranks: int, chunks: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return v_placement(ranks) if self.v_shaped else tuple(range(ranks)) * chunks
+
+
+def _of_two(build: Callable[[int, int], Schedule], chunks: int = 1) -> Entry:
+    return Entry(lambda ranks, microbatches, _: build(ranks, microbatches), chunks, v_shaped=chunks == 2)
+
+
+SCHEDULES: dict[str, Entry] = {
+    "gpipe": _of_two(gpipe),
+    "1f1b": _of_two(one_f_one_b),
+    "interleaved": Entry(interleaved, chunks=None),
+    "zb-h1": _of_two(zb_h1),
+    "zb-h2": _of_two(zb_h2),
+    "zb-v": _of_two(zb_v, 2),
+    "v-half": _of_two(v_half, 2),
+    "v-min": _of_two(v_min, 2),
+    "dualpipe-v": _of_two(dualpipe_v, 2),
+}
+
+AUTO = "auto"
+"""The name of the schedule that `search` finds. It isn't in `SCHEDULES`, whose tables follow from numbers alone."""
+
+MINIMUM_MICROBATCHES = 1
+"""Every schedule is legal from here on. It is as fast as published from twice as many as ranks on."""
+
+
+def entry_of(name: str, ranks: int, chunks: int | None) -> tuple[Entry, int]:
+    """The named schedule and how many stages a rank holds; raises ValueError where it can't have these numbers."""
+    if name == AUTO:
+        raise ValueError("auto's placement follows from its costs: make_schedule gives a table with it")
+    if name not in SCHEDULES:
+        raise ValueError(
+            f"pipeline schedule {name!r} is unknown: choose one of {', '.join(sorted([*SCHEDULES, AUTO]))}"
+        )
+    entry = SCHEDULES[name]
+    if ranks < 1:
+        raise ValueError(f"{name} needs at least 1 pipeline rank, got {ranks}: use 1")
+    if chunks is None:
+        return entry, entry.chunks or 2
+    if chunks < 1:
+        raise ValueError(f"{name} needs at least 1 stage a rank, got {chunks}: use {entry.chunks or 1}")
+    if entry.chunks not in (None, chunks):
+        raise ValueError(
+            f"{name} has {entry.chunks} stage{'s' * (entry.chunks != 1)} a rank, not {chunks}: leave chunks out, or "
+            "use interleaved, which has any number"
+        )
+    return entry, chunks
+
+
+def placement_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+    """The rank of each stage under the named schedule; raises ValueError as `entry_of` does."""
+    entry, chunks = entry_of(name, ranks, chunks)
+    return entry.placement(ranks, chunks)
