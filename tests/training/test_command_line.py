@@ -1,16 +1,18 @@
-"""The command line: names, precedence, YAML and what a mistake gets. Imports training.command_line only."""
+"""The command line: names, precedence, YAML and what a mistake gets. Imports training and names of schedules."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.arguments import GROUP_OF, Arguments
+from parallel.pipeline.named import AUTO, SCHEDULES
+from training.arguments import GROUP_OF, Arguments, ParallelArguments
 from training.command_line import from_yaml, parse, to_yaml
 from training.failures import ConfigurationError
 
@@ -215,3 +217,8 @@ def test_backend_comes_from_the_environment_unless_given() -> None:
     assert parsed().distributed.distributed_backend is None
     with pytest.raises(ConfigurationError, match="TORCH_DISTRIBUTED_BACKEND is 'mpi'"):
         parsed(TORCH_DISTRIBUTED_BACKEND="mpi")
+
+
+def test_every_schedule_has_its_name_in_the_flag() -> None:
+    names = typing.get_args(typing.get_type_hints(ParallelArguments)["pipeline_schedule"])
+    assert sorted(names) == sorted([*SCHEDULES, AUTO])
