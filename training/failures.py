@@ -74,6 +74,8 @@ class FailureReport:
         """Where error files go: RUN/logs, set once the run directory is this run's."""
         self.tell_peers: Callable[[str], None] | None = None
         """Lets ranks that wait for this one know why it doesn't come; None once all have met."""
+        self.doing: Callable[[], str | None] | None = None
+        """What this rank does at a moment, told when a signal ends it; None as long as nothing knows."""
         self.rank = int(environ.get("RANK", "0"))
         self._speaks_for_host = int(environ.get("LOCAL_RANK", "0")) == 0
         self._record_name = f"error_rank_{self.rank:05d}.json"
@@ -141,6 +143,9 @@ class FailureReport:
     def _end_by_signal(self, number: int | None) -> None:
         interrupted = number == signal.SIGINT
         text = "interrupted by Ctrl-C" if interrupted else "ended by SIGTERM"
+        with contextlib.suppress(Exception):
+            if not interrupted and self.doing is not None and (doing := self.doing()) is not None:
+                text += f"; {doing}"
         _log(logging.WARNING, text)
         if self._speaks_for_host and not self._waiting and not self._peer_failed():
             self._say(f"rank {self.rank} on {self._host} {text}")
@@ -279,3 +284,5 @@ if __name__ == "__main__":
     found = first_error(Path(sys.argv[1]) / "logs")
     if found is not None:
         print(f"rank {found['rank']} on {found['host']}: {found['message']}")
+    else:
+        print(f"{sys.argv[1]} has no record of an error: a signal ended its ranks, or it didn't fail; see its logs")

@@ -46,6 +46,7 @@ class PipelineRuntime:
         self.stages = stages
         self.like = torch.empty(0, dtype=dtype, device=mesh.device)
         self.finished = finished
+        self.running: _Step | None = None
         self.clock: ActionClock | None = None
         """Times the actions of the next runs; None: nothing is measured."""
         modules = [stage for stage in stages.values() if isinstance(stage, nn.Module)]
@@ -80,9 +81,14 @@ class PipelineRuntime:
             assert reducer is not None, "a table with backward actions needs a reducer"
             passes = {p: stages * len(microbatches) for p, stages in self._passes.items() if p.requires_grad}
             reducer.expect(passes)
-        step = _Step(self, schedule, messages, microbatches, shape)
-        with torch.set_grad_enabled(step.training):
-            step.run(row)
+        self.running = _Step(self, schedule, messages, microbatches, shape)
+        with torch.set_grad_enabled(self.running.training):
+            self.running.run(row)
+        self.running = None
+
+    def doing(self) -> str | None:
+        """What the pipeline does on this rank at this moment, for whoever ends it; None outside of a table."""
+        return None if self.running is None else self.running.doing()
 
     def _plan(self, schedule: Schedule) -> RankMessages:
         """This rank's messages in the table, which is checked, and whose channels are connected, the first time."""
@@ -129,6 +135,8 @@ class _Step:
         self.microbatches, self.shape = microbatches, shape
         self.rank = runtime.mesh.pp.rank
         self.training = any(action.kind is not Kind.FORWARD for action in schedule.actions[self.rank])
+        self.now: Action | None = None
+        self.waits: Message | None = None
         self.posted: dict[int, tuple[torch.Tensor, Work]] = {}
         self.sends: dict[int, tuple[Work, torch.Tensor]] = {}
         self.here: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -144,6 +152,7 @@ class _Step:
         if clock is not None:
             clock.begin(self.schedule, self.runtime.mesh.pp)
         for place, action in enumerate(row):
+            self.now = action
             # 1. receives of later actions, as early as the plan allows
             for later in self.messages.posts[place]:
                 self._post(later)
@@ -174,10 +183,7 @@ class _Step:
         """Wait until the result of the action at this place was received, and forget it; nothing if that was done."""
         if place in self.sends:
             work, _ = self.sends.pop(place)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._lost(self.messages.sent[place], error) from error
+            self._wait(work, self.messages.sent[place])
 
     def _post(self, place: int) -> None:
         message = self.messages.received[place]
@@ -191,15 +197,30 @@ class _Step:
     def _incoming(self, place: int, action: Action) -> torch.Tensor | None:
         if place in self.posted:
             buffer, work = self.posted.pop(place)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._lost(self.messages.received[place], error) from error
+            self._wait(work, self.messages.received[place])
             return buffer
         return self.here.pop((action.kind.hands_on, action.stage, action.microbatch), None)
 
+    def _wait(self, work: Work, message: Message) -> None:
+        self.waits = message
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(message, error) from error
+        self.waits = None
+
+    def doing(self) -> str:
+        """The action that this rank is in, or waits for, in words."""
+        if self.waits is not None:
+            return self._waited_for(self.waits)
+        return f"pipeline rank {self.rank} ({self.schedule.name}) was in {self.now}"
+
     def _lost(self, message: Message, error: RuntimeError) -> RuntimeError:
-        """What to raise when a peer is gone: names the action, and the rank that it waited for."""
+        """What to raise when a peer is gone."""
+        return RuntimeError(f"{self._waited_for(message)}: {error}")
+
+    def _waited_for(self, message: Message) -> str:
+        """Names the action that waits, and the rank that it waits for."""
         channel, sender = message.channel, message.sender
         sending = channel.source == self.rank
         peer = channel.target if sending else channel.source
@@ -207,9 +228,9 @@ class _Step:
             what = f"{sender} to be received by"
         else:
             what = f"{message.receiver} to get {channel.what} of {sender} from"
-        return RuntimeError(
+        return (
             f"pipeline rank {self.rank} ({self.schedule.name}) waited for {what} pipeline rank {peer} "
-            f"(rank {self.runtime.mesh.pp.ranks[peer]}): {error}"
+            f"(rank {self.runtime.mesh.pp.ranks[peer]})"
         )
 
     def _compute(self, action: Action, incoming: torch.Tensor | None) -> torch.Tensor | None:
