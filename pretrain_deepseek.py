@@ -82,7 +82,9 @@ def main() -> None:
         with RankLogs(start.directory.logs, mesh.rank, mesh.coordinates()) as logs:
             for note in start.notes:
                 logging.getLogger(__name__).info(note)
-            Trainer(arguments, config, mesh, data, start, logs).run()
+            trainer = Trainer(arguments, config, mesh, data, start, logs)
+            report.doing = trainer.engine.runtime.doing
+            trainer.run()
         destroy()
 
 

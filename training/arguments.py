@@ -33,7 +33,7 @@ def _comma_list(number: type[int] | type[float], metavar: str) -> Any:
 
 
 LayerList = Annotated[tuple[int, ...], _comma_list(int, "N,N,...")]
-CostList = Annotated[tuple[float, ...], _comma_list(float, "F,B,W[,SEND]")]
+CostList = Annotated[tuple[float, ...], _comma_list(float, "F,I,W[,SEND]")]
 
 RECOMPUTE_MODULES = ("core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 """What `--recompute-modules` knows, as Megatron-core names it."""
@@ -84,7 +84,7 @@ class ParallelArguments:
     tensor_model_parallel_size: int = 1
     """Ranks that split each weight matrix, and the sequence between blocks."""
     pipeline_model_parallel_size: int = 1
-    """Stages that split the layers."""
+    """Ranks that split the layers."""
     context_parallel_size: int = 1
     """Ranks that split each sequence in attention."""
     expert_model_parallel_size: int = 1
@@ -94,7 +94,7 @@ class ParallelArguments:
     ] = "1f1b"
     """Order of the passes in the pipeline; docs/pipeline.md says which one when."""
     num_virtual_stages_per_pipeline_rank: Unset[int] = None
-    """Stages that each rank holds under the schedule interleaved; by default 2."""
+    """Stages that each rank holds under the schedule interleaved, by default 2, or auto, by default what is fastest."""
     pipeline_layers: LayerList = ()
     """Layers of each stage in the model's order, such as 2,1,1; by default balanced by cost, head and MTP counted."""
     pipeline_model_parallel_layout: Unset[str] = None

@@ -7,6 +7,7 @@ import the rooms below. `trainer.py` is the loop around it; tests drive it direc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,15 @@ class StepResult:
     grad_norm: float
     tokens: float
     expert_loads: torch.Tensor
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Inside, a lost peer's error says in what this rank waited for it, its row of the pipeline's table being over."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"after this rank's last action, in {what}: {error}") from error
 
 
 class Engine:
@@ -103,7 +113,8 @@ class Engine:
         microbatches: this dp rank's part of the global batch, the same on its tp, cp and pp ranks; lr: for this step.
         """
         self.forward_backward(microbatches)
-        norm = self.reducer.clip(self.arguments.optimizer.clip_grad)
+        with _naming("the norm of the gradient"):
+            norm = self.reducer.clip(self.arguments.optimizer.clip_grad)
         self.optimizer.step(lr)
         loads = update_router_bias(self.routers, self.mesh, self.arguments.model.router_bias_update_rate)
         losses = self._reported(microbatches)
@@ -118,7 +129,8 @@ class Engine:
             router.load_e.zero_()
         set_denominators(microbatches, self.config.num_mtp_layers, self.mesh)
         self.runtime.run(self._schedule(len(microbatches), True), microbatches, self._shape(microbatches), self.reducer)
-        self.reducer.finish()
+        with _naming("the sum of gradients over replicas and copies"):
+            self.reducer.finish()
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> tuple[dict[str, float], float]:

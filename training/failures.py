@@ -285,4 +285,5 @@ if __name__ == "__main__":
     if found is not None:
         print(f"rank {found['rank']} on {found['host']}: {found['message']}")
     else:
-        print(f"{sys.argv[1]} has no record of an error: a signal ended its ranks, or it didn't fail; see its logs")
+        text = f"{sys.argv[1]} has no record of an error: a signal ended its ranks, or it didn't fail; see its logs"
+        print(text, file=sys.stderr)

@@ -175,7 +175,15 @@ _LINES = {
     "microbatch-group-size-per-virtual-pipeline-stage": (
         "leave it out: interleaved takes as many micro-batches in turn as there are pipeline ranks"
     ),
-    "overlap-p2p-communication-warmup-flush": "leave it out: messages of the pipeline always overlap with computation",
+    "overlap-p2p-communication overlap-p2p-communication-warmup-flush": (
+        "leave it out: messages of the pipeline always overlap with computation"
+    ),
+    "virtual-pipeline-model-parallel-size": (
+        "use --num-virtual-stages-per-pipeline-rank with --pipeline-schedule interleaved"
+    ),
+    "deallocate-pipeline-outputs": "leave it out: what a stage hands on is freed once it was received",
+    "pipeline-dtype": "leave it out: what stages hand on has the type that --precision says",
+    "standalone-embedding-stage": "use --pipeline-layers with 0 for the first stage",
     "delay-wgrad-compute": "use --pipeline-schedule zb-v, or another of the zero-bubble ones",
     "defer-embedding-wgrad-compute wgrad-deferral-limit": (
         "leave it out: a zero-bubble --pipeline-schedule defers layers' weight gradients, the head's would keep logits"

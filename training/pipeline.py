@@ -37,7 +37,7 @@ def schedule_of(
     ranks, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     if parallel.pipeline_schedule != AUTO:
         return make_schedule(parallel.pipeline_schedule, ranks, microbatches, chunks)
-    if chunks is None and (stages := _stages_given(arguments)):
+    if chunks is None and (stages := stages_given(arguments)):
         chunks = max(1, stages // ranks)
     found = make_schedule(
         AUTO,
@@ -72,7 +72,7 @@ def placement_asked(arguments: Arguments, config: DeepSeekConfig, world_size: in
     )
 
 
-def _stages_given(arguments: Arguments) -> int:
+def stages_given(arguments: Arguments) -> int:
     """How many stages --pipeline-layers or the layout has; 0 where neither is given."""
     layout = arguments.parallel.pipeline_model_parallel_layout
     return len(arguments.parallel.pipeline_layers) if layout is None else len(stages_of_layout(layout))
@@ -105,7 +105,7 @@ def layers_of_stages(arguments: Arguments, config: DeepSeekConfig, placement: tu
         layout = parallel.pipeline_model_parallel_layout
         return layers_of_layout(layout, stages, config.num_hidden_layers, config.num_mtp_layers)
     if parallel.pipeline_layers:
-        what = f"--pipeline-layers {','.join(map(str, parallel.pipeline_layers))}"
+        what = f"the list {','.join(map(str, parallel.pipeline_layers))}"
         check_counts(parallel.pipeline_layers, config.num_hidden_layers, stages, what)
         return parallel.pipeline_layers
     return balanced(model_costs(config, arguments.training.seq_length), placement)

@@ -161,39 +161,65 @@ def _check_layout(arguments: Arguments, config: DeepSeekConfig, world_size: int)
 
 def _check_pipeline(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
     """The schedule can have these numbers, and every stage gets something to do."""
-    from training.pipeline import layers_of_stages, microbatches_of, placement_asked, schedule_of
+    from parallel.pipeline.named import AUTO
+    from training.pipeline import layers_of_stages, microbatches_of, placement_asked, schedule_of, stages_given
 
     parallel, training = arguments.parallel, arguments.training
     sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size)
     if min(*sizes, training.micro_batch_size, training.global_batch_size) < 1:
         return  # said already
     costs, limit = parallel.pipeline_costs, parallel.pipeline_memory_limit
-    if costs and (len(costs) not in (3, 4) or not all(0 <= cost < math.inf for cost in costs) or sum(costs[:3]) == 0):
+    pp, layers = parallel.pipeline_model_parallel_size, config.num_hidden_layers
+    if costs and (
+        len(costs) not in (3, 4) or not all(map(math.isfinite, costs)) or min(costs[:3]) <= 0 or min(costs) < 0
+    ):
         yield (
-            f"--pipeline-costs {','.join(map(str, costs))} isn't three times above 0, and one of a message: "
-            "give forward, input gradient, weight gradient, such as 1,1.2,0.8 or 1,1.2,0.8,0.1"
+            f"--pipeline-costs {','.join(f'{cost:g}' for cost in costs)} must be three times above 0, of forward, "
+            "input gradient and weight gradient, such as 1,1.2,0.8, and maybe a fourth of a message, at least 0"
         )
         return
     for name, value in (("pipeline_costs", costs), ("pipeline_memory_limit", limit)):
-        if value and parallel.pipeline_schedule != "auto":
+        if value and parallel.pipeline_schedule != AUTO:
             yield f"{_flag(name)} is for --pipeline-schedule auto, not {parallel.pipeline_schedule}: leave it out"
     if parallel.pipeline_layers and parallel.pipeline_model_parallel_layout is not None:
         yield "--pipeline-layers and --pipeline-model-parallel-layout say the same: leave one out"
         return
     try:
+        given = stages_given(arguments)
+    except ValueError as error:
+        yield f"--pipeline-model-parallel-layout: {error}"
+        return
+    try:
         microbatches = microbatches_of(arguments, world_size)
-        if microbatches < 1:
+        if microbatches < 1 or (limit is not None and not limit > 0):
             return  # said already
+        if pp > layers + 2:  # before a search for so many ranks
+            yield (
+                f"--pipeline-model-parallel-size {pp} needs at least {pp - 2} layers and the model has {layers}: use "
+                f"at most {layers + 2}"
+            )
+            return
         placement = placement_asked(arguments, config, world_size)
-        schedule_of(arguments, config, microbatches, placement)
     except ValueError as error:
         yield f"--pipeline-schedule {error}"
         return
     try:
         layers_of_stages(arguments, config, placement)
     except ValueError as error:
-        text = str(error)
-        yield text if text.startswith("--") else f"--pipeline-model-parallel-size {len(set(placement))}: {text}"
+        flag = "pipeline_model_parallel_size"
+        if given:
+            flag = "pipeline_layers" if parallel.pipeline_layers else "pipeline_model_parallel_layout"
+        text = f"{_flag(flag)}: {error}"
+        if given != len(placement) and given % pp == 0 < given:
+            text += f", or a --pipeline-schedule with {given // pp} stages a rank, such as " + (
+                "1f1b" if given == pp else "interleaved with --num-virtual-stages-per-pipeline-rank"
+            )
+        yield text
+        return
+    try:
+        schedule_of(arguments, config, microbatches, placement)
+    except ValueError as error:
+        yield f"--pipeline-schedule {error}"
 
 
 def _check_not_yet(arguments: Arguments) -> Iterator[str]:
@@ -209,7 +235,8 @@ def _check_not_yet(arguments: Arguments) -> Iterator[str]:
 def _check_recomputation(arguments: Arguments) -> Iterator[str]:
     modules, granularity = arguments.training.recompute_modules, arguments.training.recompute_granularity
     if unknown := [name for name in modules if name not in RECOMPUTE_MODULES]:
-        yield f"--recompute-modules {' '.join(unknown)}: unknown; there are {', '.join(RECOMPUTE_MODULES)}"
+        known = " ".join(RECOMPUTE_MODULES)
+        yield f"--recompute-modules {' '.join(unknown)}: unknown; there are, with spaces between them, {known}"
     if modules and granularity != "selective":
         yield (
             f"--recompute-modules {' '.join(modules)} needs --recompute-granularity selective and it is "

@@ -8,6 +8,8 @@ activations.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from parallel.pipeline.messages import Channel, RankMessages, plan_messages
 from parallel.pipeline.schedule import Action, Kind, Schedule, peak_activations
 
@@ -39,8 +41,7 @@ def _check_complete(schedule: Schedule) -> None:
                 split = {Action(Kind.INPUT_GRADIENT, stage, m), Action(Kind.WEIGHT_GRADIENT, stage, m)}
                 expected |= split if split & there else {Action(Kind.BACKWARD, stage, m)}
         if len(row) != len(there):
-            seen: set[Action] = set()
-            twice = next(a for a in row if a in seen or seen.add(a))  # type: ignore[func-returns-value]
+            twice = next(action for action, times in Counter(row).items() if times > 1)
             raise ValueError(f"{schedule.name}: rank {rank} runs {twice} twice")
         if missing := expected - there:
             raise ValueError(f"{schedule.name}: rank {rank} never runs {min(missing, key=str)}")
@@ -97,7 +98,7 @@ def _check_peak(schedule: Schedule) -> None:
     if schedule.promised_peak is None:
         return
     for rank, peak in enumerate(peak_activations(schedule)):
-        if peak > schedule.promised_peak:
+        if peak > schedule.promised_peak + 1e-9:
             raise ValueError(
                 f"{schedule.name}: rank {rank} keeps {peak:g} micro-batches' activations, {schedule.promised_peak:g} "
                 "were promised"

@@ -28,5 +28,5 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
         for i, backward in enumerate(backwards):
             row += [*forwards[ahead + i : ahead + i + 1], backward]
         rows.append(tuple(action for action in row if action.microbatch < microbatches))
-    peak = min(ranks + (ranks - 1) / chunks, microbatches)
+    peak = min((ranks * chunks + ranks - 1) / chunks, microbatches)
     return Schedule("interleaved", microbatches, tuple(range(ranks)) * chunks, tuple(rows), promised_peak=peak)

@@ -33,20 +33,25 @@ class Entry:
         return v_placement(ranks) if self.v_shaped else tuple(range(ranks)) * chunks
 
 
-def _of_two(build: Callable[[int, int], Schedule], chunks: int = 1) -> Entry:
-    return Entry(lambda ranks, microbatches, _: build(ranks, microbatches), chunks, v_shaped=chunks == 2)
+def _plain(build: Callable[[int, int], Schedule]) -> Entry:
+    """Of a schedule with one stage a rank."""
+    return Entry(lambda ranks, microbatches, _: build(ranks, microbatches))
+
+
+def _on_a_v(build: Callable[[int, int], Schedule]) -> Entry:
+    return Entry(lambda ranks, microbatches, _: build(ranks, microbatches), chunks=2, v_shaped=True)
 
 
 SCHEDULES: dict[str, Entry] = {
-    "gpipe": _of_two(gpipe),
-    "1f1b": _of_two(one_f_one_b),
+    "gpipe": _plain(gpipe),
+    "1f1b": _plain(one_f_one_b),
     "interleaved": Entry(interleaved, chunks=None),
-    "zb-h1": _of_two(zb_h1),
-    "zb-h2": _of_two(zb_h2),
-    "zb-v": _of_two(zb_v, 2),
-    "v-half": _of_two(v_half, 2),
-    "v-min": _of_two(v_min, 2),
-    "dualpipe-v": _of_two(dualpipe_v, 2),
+    "zb-h1": _plain(zb_h1),
+    "zb-h2": _plain(zb_h2),
+    "zb-v": _on_a_v(zb_v),
+    "v-half": _on_a_v(v_half),
+    "v-min": _on_a_v(v_min),
+    "dualpipe-v": _on_a_v(dualpipe_v),
 }
 
 AUTO = "auto"
@@ -73,8 +78,8 @@ def entry_of(name: str, ranks: int, chunks: int | None) -> tuple[Entry, int]:
         raise ValueError(f"{name} needs at least 1 stage a rank, got {chunks}: use {entry.chunks or 1}")
     if entry.chunks not in (None, chunks):
         raise ValueError(
-            f"{name} has {entry.chunks} stage{'s' * (entry.chunks != 1)} a rank, not {chunks}: leave chunks out, or "
-            "use interleaved, which has any number"
+            f"{name} has {entry.chunks} stage{'s' * (entry.chunks != 1)} a rank, not {chunks}: use interleaved, which "
+            "has any number, or don't ask for one"
         )
     return entry, chunks
 

@@ -10,6 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+MOST_LETTERS = 10_000
+"""Of a layout written out: more than any model has parts."""
+
 
 class ModelCosts(NamedTuple):
     """What the parts of a model cost a step, in any one unit; `last`: head, loss and multi-token prediction."""
@@ -42,13 +45,16 @@ def check_counts(counts: Sequence[int], layers: int, stages: int, what: str) -> 
     what: how the counts were given, such as "--pipeline-layers 2,1,1".
     """
     if len(counts) != stages:
-        raise ValueError(f"{what} names {len(counts)} stages and the pipeline has {stages}: give {stages}")
+        named = f"{len(counts)} stage{'s' * (len(counts) != 1)}"
+        raise ValueError(f"{what} names {named} and the pipeline has {stages}: give {stages}")
     for stage, count in enumerate(counts):
         if count < (least := _fewest(stage, stages)):
             raise ValueError(f"{what} leaves stage {stage} with {count} layers: give it at least {least}")
     if sum(counts) != layers:
+        change = layers - sum(counts)
         raise ValueError(
-            f"{what} adds up to {sum(counts)} layers and the model has {layers}: add {layers - sum(counts):+d}"
+            f"{what} adds up to {sum(counts)} layers and the model has {layers}: "
+            + (f"add {change}" if change > 0 else f"take {-change} away")
         )
 
 
@@ -65,11 +71,11 @@ def balanced(costs: ModelCosts, placement: Sequence[int]) -> tuple[int, ...]:
     than stages that need one.
     """
     stages, layers = len(placement), len(costs.layers)
-    needed = max(stages - 2, 1)
+    needed, held = max(stages - 2, 1), stages // len(set(placement))
     if layers < needed:
         raise ValueError(
-            f"{stages} pipeline stages need at least {needed} layers and the model has {layers}: "
-            f"use at most {layers + 2} stages"
+            f"{stages} pipeline stages need at least {needed} layers and the model has {layers}: with {held} of them "
+            f"on a rank use at most {max(1, (layers + 2) // held)} pipeline ranks, or fewer stages on each"
         )
     counts = [_fewest(stage, stages) for stage in range(stages)]
     for _ in range(layers - sum(counts)):
@@ -133,10 +139,12 @@ def stages_of_layout(text: str) -> list[str]:
     Raises ValueError for anything it isn't made of.
     """
     rest = re.sub(r"[\s,]", "", text)
-    while found := re.search(r"\(([^()]*)\)(?:\*(\d+))?|([EtmL|])\*(\d+)", rest):
+    while found := re.search(r"\(([^()]*)\)(?:\*([0-9]+))?|([EtmL|])\*([0-9]+)", rest):
         group, times, letter, letter_times = found.groups()
-        written = group * int(times or 1) if letter is None else letter * int(letter_times)
-        rest = rest[: found.start()] + written + rest[found.end() :]
+        repeated, count = (group, int(times or 1)) if letter is None else (letter, int(letter_times))
+        if len(rest) + len(repeated) * count > MOST_LETTERS:
+            raise ValueError(f"the layout {text!r} has more than {MOST_LETTERS} parts: repeat fewer")
+        rest = rest[: found.start()] + repeated * count + rest[found.end() :]
     if strange := re.search(r"[^EtmL|]", rest):
         raise ValueError(f"the layout {text!r} has {strange[0]!r}: it is made of E, t, m, L, |, (...) and *n")
     return rest.split("|")

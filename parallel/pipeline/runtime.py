@@ -167,6 +167,7 @@ class _Step:
             del incoming
             # 4. its result on its way
             self._hand_on(place, action, outgoing)
+            del outgoing
             # 5. sends that are done, micro-batches that are over
             for sent in self.messages.over[place]:  # gloo never says that a send is completed before it is waited for
                 self._end_send(sent)
@@ -251,7 +252,7 @@ class _Step:
             incoming.requires_grad_()
         output = self.runtime.stages[action.stage](incoming, self.microbatches[action.microbatch])
         if self.training:
-            # The edge rather than the tensor: the output's values are freed as soon as they were sent.
+            # The edge rather than the tensor: the output's values are freed once they were received.
             last = action.stage == self.schedule.stages - 1
             start = torch.ones_like(output) if last else None
             self.kept[action.stage, action.microbatch] = incoming, get_gradient_edge(output), start

@@ -38,6 +38,9 @@ A third of it finds steps 0.3 % longer, half as much again none shorter by 0.1 %
 MOST_CHANGES = 2000
 """Changes tried of one table in one step of the search: a small one is at its best long before the effort is spent."""
 
+MOST_FIRST_ACTIONS = 150_000
+"""Actions timed of the patterns that a search starts from, on each placement: fewer patterns where steps are long."""
+
 MOST_CHUNKS = 4
 """Stages a rank holds at most, unless a placement says otherwise."""
 
@@ -81,7 +84,9 @@ class _Attempt:
         for rows in _known_tables(problem):
             self._keep(makespan(problem, rows), rows)
         found = inf
-        for pattern in simple_patterns(problem):
+        patterns = list(simple_patterns(problem))
+        actions = 3 * problem.microbatches * problem.stages
+        for pattern in patterns[:: max(1, len(patterns) * actions // MOST_FIRST_ACTIONS)]:
             time, rows = table_of(problem, pattern)
             self._keep(time, rows)
             if time < found:
@@ -153,6 +158,8 @@ def _check(
         )
     if not all(isfinite(time) and time >= 0 for time in costs) or sum(costs[:3]) == 0:
         raise ValueError(f"auto needs finite times of at least 0, and work above 0, got {tuple(costs)}: measure them")
+    if not isfinite(sum(costs) * MOST_CHUNKS * ranks * microbatches):
+        raise ValueError(f"auto can't add up times as large as {max(costs):g}: give them in another unit")
     if not memory_limit >= 1:
         raise ValueError(
             f"auto on {ranks} ranks can't keep within {memory_limit:g} micro-batches' activations: when a micro-batch "

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from parallel.pipeline.named import placement_of
+
 ROOT = Path(__file__).parents[2]
 RANKS, MICROBATCHES = 4, 8
 
@@ -64,6 +66,7 @@ def test_every_rank_names_the_action_in_which_it_waited(schedule: str, tmp_path:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     dying, ranks = 2, []
+    placement = placement_of(schedule, RANKS)
     for rank in range(RANKS):
         environment = {
             **os.environ,
@@ -87,8 +90,17 @@ def test_every_rank_names_the_action_in_which_it_waited(schedule: str, tmp_path:
         assert process.returncode == 1, error
         last = error.strip().splitlines()[-1]
         waited = re.search(
-            rf"pipeline rank {rank} \({schedule}\) waited for [FBI]\d+\.\d+ to "
-            r"(get \w+ of [FBI]\d+\.\d+ from|be received by) pipeline rank \d \(rank \d\)",
+            rf"pipeline rank {rank} \({schedule}\) waited for ([FBI])(\d+)\.\d+ to "
+            r"(?:get \w+ of [FBI](\d+)\.\d+ from|be received by) pipeline rank (\d) \(rank (\d)\)",
             last,
         )
         assert waited, error
+        kind, stage, source, peer, global_rank = waited.groups()
+        assert peer == global_rank and int(peer) != rank
+        # The one that is accused holds the stage that the message comes from, or goes to.
+        step = 1 if kind == "F" else -1
+        other = int(stage) + step if source is None else int(source)
+        assert placement[other] == int(peer), last
+        assert placement[int(stage)] == rank
+    neighbours = [errors[rank].strip().splitlines()[-1] for rank in (dying - 1, dying + 1)]
+    assert any(f"pipeline rank {dying} (rank {dying})" in last for last in neighbours), neighbours

@@ -13,6 +13,7 @@ from parallel.gradients import Bucket, GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.pipeline import runtime as runtime_module
 from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.messages import plan_messages
 from parallel.pipeline.named import SCHEDULES
 from parallel.pipeline.runtime import PipelineRuntime
 from parallel.pipeline.schedule import Action, Kind, Schedule
@@ -182,6 +183,61 @@ def test_buckets_are_on_their_way_when_the_last_backward_ends(run_ranks: RunRank
     for rank, records in enumerate(run_ranks(2, run_tables, seed, TABLES[2][2::3])):
         for table, record in zip(TABLES[2][2::3], records, strict=True):
             assert record["launched"] == [True], (rank, table.name)
+
+
+def sends_and_waits(seed: int, table: Schedule) -> list[tuple[str, int]]:
+    """In order: each send, each wait for one, and each computation, with the number of the send or action."""
+    mesh = Mesh.create(Layout(pp=torch.distributed.get_world_size()))
+    stages = {s: Toy(seed, s, s == table.stages - 1) for s in table.stages_of(mesh.pp.rank)}
+    reducer = GradientReducer([(f"{s}.{n}", p) for s, toy in stages.items() for n, p in toy.named_parameters()], mesh)
+    runtime = PipelineRuntime(mesh, stages, torch.float32)
+    microbatches = microbatches_of(seed, table.microbatches)
+    runtime.run(table, microbatches, SHAPE, reducer)  # connects
+    reducer.finish()
+    reducer.zero()
+    happened: list[tuple[str, int]] = []
+    compute, isend = runtime_module._Step._compute, runtime_module.isend
+
+    class Send:
+        def __init__(self, work: Any):
+            self.work, self.number = work, sum(what == "send" for what, _ in happened)
+            happened.append(("send", self.number))
+
+        def is_completed(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            happened.append(("wait", self.number))
+            self.work.wait()
+
+    def watched(step: Any, action: Action, incoming: Any) -> Any:
+        happened.append(("compute", sum(what == "compute" for what, _ in happened)))
+        return compute(step, action, incoming)
+
+    runtime_module._Step._compute, runtime_module.isend = watched, lambda *a: Send(isend(*a))  # type: ignore
+    try:
+        runtime.run(table, microbatches, SHAPE, reducer)
+    finally:
+        runtime_module._Step._compute, runtime_module.isend = compute, isend  # type: ignore[method-assign]
+    reducer.finish()
+    return happened
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "gpipe"])
+def test_no_rank_waits_for_its_send_before_it_must_have_been_received(
+    run_ranks: RunRanks, seed: int, schedule: str
+) -> None:
+    table = make_schedule(schedule, 2, 4)
+    plans = plan_messages(table)
+    for rank, happened in enumerate(run_ranks(2, sends_and_waits, seed, table)):
+        sent = sorted(plans[rank].sent)
+        received = {sent.index(i): place for place, over in enumerate(plans[rank].over) for i in over}
+        computed = -1
+        for what, number in happened:
+            computed = number if what == "compute" else computed
+            if what == "wait":
+                assert computed >= received.get(number, len(table.actions[rank]) - 1), (rank, number, computed)
+        assert sum(what == "wait" for what, _ in happened) == len(sent)
 
 
 def order_of_launches(seed: int, table: Schedule) -> list[tuple[str, list[str]]]:

@@ -35,7 +35,7 @@ def test_every_layer_lies_on_one_stage(layers: int, stages: int) -> None:
     costs = ModelCosts((1.0,) * layers, 0.0, 0.0)
     if layers < stages - 2:
         with pytest.raises(
-            ValueError, match=f"{stages} pipeline stages need .* has {layers}: use at most {layers + 2}"
+            ValueError, match=f"{stages} pipeline stages need .* has {layers}: with 1 .* use at most {layers + 2}"
         ):
             balanced(costs, range(stages))
         return
@@ -90,7 +90,7 @@ def test_deepseek_v3s_head_and_mtp_weigh_as_layers_do(schedule: str, ranks: int)
 
 @pytest.mark.parametrize("counts, words", [
     ((3, 4), "x names 2 stages and the pipeline has 3: give 3"),
-    ((3, 3, 2), "x adds up to 8 layers and the model has 7: add -1"),
+    ((3, 3, 2), "x adds up to 8 layers and the model has 7: take 1 away"),
     ((4, 0, 3), "x leaves stage 1 with 0 layers: give it at least 1"),
     ((-1, 4, 4), "x leaves stage 0 with -1 layers: give it at least 0"),
 ])  # fmt: skip
@@ -119,7 +119,7 @@ def test_megatrons_layout_text_is_read(text: str, stages: int, layers: int, mtp:
     ("Et|tm|tL", "has m in stage 1: here the last stage has it, since MTP shares the head"),
     ("Et||ttL", "leaves stage 1 empty: give it a layer (t)"),
     ("Et|tt|L", "has 0 m, for the MTP layers, and the model 1"),
-    ("Et|tt|mL", "adds up to 3 layers and the model has 4: add +1"),
+    ("Et|tt|mL", "adds up to 3 layers and the model has 4: add 1"),
     ("Et|tttmL", "names 2 stages and the pipeline has 3"),
     ("Et|tt|tmLt", "in another order than the model"),
     ("Et|tx|tL", "has 'x': it is made of E, t, m, L"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
 
+from parallel.pipeline import check as check_module
 from parallel.pipeline.catalogue import make_schedule
 from parallel.pipeline.check import check
+from parallel.pipeline.messages import plan_messages
 from parallel.pipeline.named import placement_of
 from parallel.pipeline.one_stage import gpipe, one_f_one_b
 from parallel.pipeline.schedule import Action, Kind, Schedule, dependencies, peak_activations
@@ -196,7 +199,7 @@ def test_v_shaped_tables_are_legal() -> None:
     ("zigzag", 2, 2, None, "'zigzag' is unknown: choose one of 1f1b, auto, dualpipe-v, gpipe"),
     ("1f1b", 0, 2, None, "1f1b needs at least 1 pipeline rank, got 0: use 1"),
     ("zb-v", 3, 0, None, "zb-v on 3 ranks needs at least 1 micro-batch, got 0: use 1, or 6"),
-    ("dualpipe-v", 4, 8, 3, "dualpipe-v has 2 stages a rank, not 3: leave chunks out, or use interleaved"),
+    ("dualpipe-v", 4, 8, 3, "dualpipe-v has 2 stages a rank, not 3: use interleaved"),
     ("zb-h1", 4, 8, 2, "zb-h1 has 1 stage a rank, not 2"),
     ("interleaved", 4, 8, 0, "interleaved needs at least 1 stage a rank, got 0: use 1"),
 ])  # fmt: skip
@@ -208,3 +211,24 @@ def test_settings_that_do_not_fit_are_refused(
     if microbatches:
         with pytest.raises(ValueError, match=words):
             placement_of(name, ranks, chunks)
+
+
+def test_sends_that_would_hold_each_other_up_are_refused() -> None:
+    """With receives posted only when they're needed, 1F1B's crossing messages would wait for each other."""
+    schedule = make_schedule("1f1b", 2, 4)
+    plans = plan_messages(schedule)
+    check_module._check_sends(schedule, plans)
+    late = []
+    for plan, row in zip(plans, schedule.actions, strict=True):
+        posts = tuple((i,) if i in plan.received else () for i in range(len(row)))
+        late.append(dataclasses.replace(plan, posts=posts))
+    with pytest.raises(
+        ValueError, match="1f1b needs sends that are buffered, or deadlocks: rank 0 at F0.1; rank 1 at B1.0"
+    ):
+        check_module._check_sends(schedule, tuple(late))
+
+
+def test_any_number_of_chunks_keeps_what_it_promises() -> None:
+    """Sums of elevenths, too, which no float holds exactly."""
+    for ranks, chunks in ((7, 11), (13, 11), (3, 7)):
+        check(make_schedule("interleaved", ranks, 2 * ranks, chunks))

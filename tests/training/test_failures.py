@@ -254,3 +254,16 @@ def test_the_launcher_can_ask_for_the_first_error_of_a_run(tmp_path: Path, start
     assert said.stdout == f"rank 2 on {os.uname().nodename}: ValueError: the root cause\n"
     nothing = subprocess.run([*ask, str(tmp_path / "none")], capture_output=True, text=True, timeout=30, cwd=root)
     assert (nothing.returncode, nothing.stdout) == (0, "")
+    assert "no record of an error" in nothing.stderr
+
+
+def test_what_a_rank_did_is_told_when_sigterm_ends_it(tmp_path: Path, start: Any) -> None:
+    """Such as the action in which it waited for a peer that is gone; also where the main thread can't react."""
+    waits = "pipeline rank 1 waited for F1.3"
+    for sleep in ("time.sleep(60)", "__import__('ctypes').CDLL(None).sleep(60)"):
+        body = f"report.doing = lambda: {waits!r}\nprint('ready', flush=True)\n{sleep}"
+        ended = start(program(body, tmp_path / "logs"), RANK="0", LOCAL_RANK="0")
+        ended.wait_ready()
+        ended.popen.terminate()
+        code, shown, _ = ended.end()
+        assert code == 143 and f"ended by SIGTERM; {waits}" in shown
