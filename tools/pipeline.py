@@ -184,7 +184,7 @@ def _draw_measured(options: Arguments, width: int) -> None:
     forward, inputs, weights = (
         sum(times) / schedule.ranks for times in (costs.forward, costs.input_gradient, costs.weight_gradient)
     )
-    message = f"{costs.send:.3g} ms (estimated)" if costs.send else "0 (not measurable: shorter than clocks are off)"
+    message = f"{costs.send:.3g} ms (estimated)" if costs.send else "0 (not measurable)"
     print(
         f"mean of a rank: forward {forward:.3g}, gradients of inputs {inputs:.3g}, weights {weights:.3g} ms; message "
         f"{message}; others with these:"
