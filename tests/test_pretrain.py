@@ -187,7 +187,8 @@ def test_ranks_with_other_flags_are_told_so_before_they_wait_for_each_other(work
 def test_a_profiled_pipeline_leaves_what_was_measured_beside_its_simulation(workplace: Path, ranks: Ranks) -> None:
     run = workplace / "profiled"
     flags = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--profile-pipeline")
-    ranks.start(workplace, *flags, "--train-iters", "2", "--no-bigram-baseline", "--run-dir", str(run))
+    flags += ("--pipeline-layers", "1,1", "--train-iters", "2", "--no-bigram-baseline", "--run-dir", str(run))
+    ranks.start(workplace, *flags)
     (code, _, err), (other, _, err_1) = ranks.finish()
     assert (code, other) == (0, 0), err + err_1
     # The last step of a run that is shorter than five.
@@ -198,7 +199,10 @@ def test_a_profiled_pipeline_leaves_what_was_measured_beside_its_simulation(work
     measured = read_measured(run).timeline
     assert f"{measured.idle_share:.1%}" == f"{told[1]}%" and measured.schedule == make_schedule("zb-h1", 2, 4)
     drawn = (run / "pipeline" / "step_00002.txt").read_text()
-    assert "zb-h1, step 2 measured: 2 ranks" in drawn and f"idle {told[2]}% (within" in drawn.split("simulated:")[1]
+    assert re.search("zb-h1, step 2 measured, clocks within [0-9.]+ ms: 2 ranks", drawn)
+    stages = "stages: 0 on rank 0: embedding, layer 0 | 1 on rank 1: layer 1, head, 1 MTP layer"
+    assert drawn.endswith(f"\n{stages}\n") and stages in err and stages not in err_1
+    assert f"idle {told[2]}% (within" in drawn.split("simulated:")[1]
 
 
 @pytest.mark.parametrize("launcher", ["torch.distributed.launch", "torch.distributed.run"])

@@ -43,7 +43,7 @@ def test_drawing_comparing_and_the_critical_path(capsys: pytest.CaptureFixture[s
     out = printed(capsys, *arguments, "--png", str(picture))
     assert re.findall(r"^(\S+): 4 ranks, 8 micro-batches", out, re.MULTILINE) == ["1f1b", "zb-v"]
     assert max(map(len, out.splitlines()[:-1])) <= 90
-    path = out.split("critical path: ")[1]
+    path = out.split("\n1f1b, critical path: ")[1]
     # 4 forwards down, then by turns to the last micro-batch, and 4 backwards up.
     assert "F0.0 → F1.0 → F2.0 → F3.0 B3.0" in path and "B3.7 → B2.7 → B1.7 → B0.7" in path
     assert picture.read_bytes().startswith(b"\x89PNG") and f"wrote {picture}" in out
@@ -85,6 +85,36 @@ def test_auto_is_searched_for_within_the_limit_and_listed(capsys: pytest.Capture
     assert all(float(auto[3]) <= float(row[3]) for row in others)
 
 
+def test_a_limit_that_a_schedule_just_keeps_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    # 23 stages' activations of a fifth of 1 each: their sum isn't 4.6 to the last digit.
+    out = printed(capsys, "--schedule", "interleaved", "--chunks", "5", *SIZES, "--memory-limit", "4.6")
+    assert "peak memory 4.6" in out and "above --memory-limit" not in out
+
+
+def test_ranks_with_next_to_nothing_are_left_out_of_the_critical_path(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "--schedule", "zb-v", "--stages", "4", "--microbatches", "128", "--width", "100")
+    said = " ".join(out.split("zb-v, critical path: ")[1].split())
+    assert " 0%" not in said and re.search(r"of its time on rank \d \d+%", said)
+
+
+def test_a_reader_that_leaves_early_ends_it_silently() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "pipeline.py"), "--schedule", "1f1b", "--width", "200000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout.readline().startswith(b"1f1b: 4 ranks")
+        running.stdout.close()  # more than a pipe holds is still to come
+        assert running.stderr.read() == b""
+        assert running.wait(timeout=60) == 0
+
+
+def test_a_missing_directory_is_refused_before_any_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    simulated: list[str] = []
+    monkeypatch.setattr(pipeline, "make_schedule", lambda name, *_, **__: simulated.append(name))
+    with pytest.raises(SystemExit, match="there is no directory"):
+        pipeline.main(["--schedule", "auto", "--png", str(tmp_path / "absent" / "a.png")])
+    assert simulated == []
+
+
 def test_what_a_run_measured_is_drawn_beside_its_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     schedule = make_schedule("zb-h1", 2, 4)
     timeline = simulate(schedule, Costs.even(schedule.placement, ShareCosts(0.01, 0.02, 0.005, 0.001)))
@@ -92,8 +122,10 @@ def test_what_a_run_measured_is_drawn_beside_its_simulation(capsys: pytest.Captu
     picture = tmp_path / "a.png"
     out = printed(capsys, "--measured", str(tmp_path), "--width", "80", "--png", str(picture))
     heads = re.findall(r"^zb-h1, (.*?): 2 ranks,", out, re.MULTILINE)
-    assert heads == ["step 5 measured", "simulated"] and picture.exists()
-    assert "ranks aligned to 0.2 ms; mean of a rank: forward 10, gradients of inputs 20, weights 5, message 1 ms" in out
+    assert heads == ["step 5 measured, clocks within 0.2 ms", "simulated"] and picture.exists()
+    assert "mean of a rank: forward 10, gradients of inputs 20, weights 5 ms; message 1 ms (estimated)" in " ".join(
+        out.split()
+    )
     assert "--list --stages 2 --microbatches 4 --costs 10,20,5 --send 1" in out
     assert printed(capsys, "--measured", str(file), "--width", "80") in out
 
@@ -114,7 +146,7 @@ def test_what_a_run_measured_is_drawn_beside_its_simulation(capsys: pytest.Captu
         (("--schedule", "1f1b", "--stages", "four"), "--stages"),
         (("--schedul", "1f1b"), "--schedule"),
         (("--schedule", "1f1b", "--png", "a.pdf"), "--png a.pdf must end in .png"),
-        (("--schedule", "1f1b", "--png", "/absent/a.png"), "/absent/a.png"),
+        (("--schedule", "1f1b", "--png", "/absent/a.png"), "--png /absent/a.png: there is no directory /absent"),
         (("--measured", "absent"), "absent doesn't exist"),
         (("--measured", "absent", "--schedule", "1f1b"), "leave --schedule"),
     ],

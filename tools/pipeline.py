@@ -25,10 +25,9 @@ import tyro  # noqa: E402
 
 from parallel.pipeline.catalogue import make_schedule  # noqa: E402
 from parallel.pipeline.measured import beside_simulation, read_measured  # noqa: E402
-from parallel.pipeline.named import MINIMUM_MICROBATCHES, SCHEDULES  # noqa: E402
-from parallel.pipeline.plot import draw_text, right_edge  # noqa: E402
+from parallel.pipeline.named import AUTO, MINIMUM_MICROBATCHES, SCHEDULES  # noqa: E402
+from parallel.pipeline.plot import draw_texts  # noqa: E402
 from parallel.pipeline.plot_png import draw_png  # noqa: E402
-from parallel.pipeline.search import search  # noqa: E402
 from parallel.pipeline.simulate import (  # noqa: E402
     Costs,
     ShareCosts,
@@ -39,7 +38,7 @@ from parallel.pipeline.simulate import (  # noqa: E402
 )
 from training.command_line import one_line  # noqa: E402
 
-_NAMES = (*SCHEDULES, "auto")
+_NAMES = (*SCHEDULES, AUTO)
 
 
 @dataclass(frozen=True)
@@ -98,22 +97,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.png and not options.png.endswith(".png"):
             raise ValueError(f"--png {options.png} must end in .png")
-        if options.measured:
-            if options.schedule or options.compare or options.list:
-                raise ValueError("--measured draws what was measured: leave --schedule, --compare and --list out")
-            _draw_measured(options, width)
-            return
-        share = _share_costs(options)
-        if not (options.schedule or options.list):
-            raise ValueError(f"--schedule is missing: choose one of {', '.join(_NAMES)}, or --list, or --measured")
-        if options.schedule:
-            _draw_simulated(options, share, width)
-        if options.list:
-            print("\n".join(_table(options, share)))
+        if options.png and not (directory := Path(options.png).parent).is_dir():
+            raise ValueError(f"--png {options.png}: there is no directory {directory}: make it first")
+        _answer(options, width)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough: what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ModuleNotFoundError as error:
         _fail(f"--png needs {error.name}: python -m pip install {error.name}")
     except (OSError, ValueError) as error:
         _fail(str(error))
+
+
+def _answer(options: Arguments, width: int) -> None:
+    if options.measured:
+        if options.schedule or options.compare or options.list:
+            raise ValueError("--measured draws what was measured: leave --schedule, --compare and --list out")
+        _draw_measured(options, width)
+        return
+    share = _share_costs(options)
+    if not (options.schedule or options.list):
+        raise ValueError(f"--schedule is missing: choose one of {', '.join(_NAMES)}, or --list, or --measured")
+    if options.schedule:
+        _draw_simulated(options, share, width)
+    if options.list:
+        print("\n".join(_table(options, share)))
 
 
 def _parse(arguments: Sequence[str] | None) -> Arguments:
@@ -148,15 +156,9 @@ def _share_costs(options: Arguments) -> ShareCosts:
 def _simulated(name: str, options: Arguments, share: ShareCosts) -> tuple[Timeline, Costs]:
     """The named schedule on paper. Chunks count where the schedule leaves them open, or was asked for by itself."""
     ranks, microbatches, chunks = options.stages, options.microbatches, options.chunks
-    if name not in _NAMES:
-        raise ValueError(f"pipeline schedule {name!r} is unknown: choose one of {', '.join(_NAMES)}")
-    if name == "auto":
-        limit = float(ranks) if options.memory_limit is None else options.memory_limit
-        tried = {} if chunks is None else {"chunks": (chunks,)}
-        schedule = search(ranks, microbatches, share, limit, **tried)
-    else:
-        chunks = chunks if name == options.schedule or SCHEDULES[name].chunks is None else None
-        schedule = make_schedule(name, ranks, microbatches, chunks)
+    if name not in (options.schedule, AUTO) and name in SCHEDULES and SCHEDULES[name].chunks is not None:
+        chunks = None
+    schedule = make_schedule(name, ranks, microbatches, chunks, costs=share, memory_limit=options.memory_limit)
     costs = Costs.even(schedule.placement, share)
     return simulate(schedule, costs), costs
 
@@ -166,12 +168,10 @@ def _draw_simulated(options: Arguments, share: ShareCosts, width: int) -> None:
     panels = [(options.schedule, timeline)]
     for name in filter(None, options.compare.split(",")):
         panels.append((name, _simulated(name, options, share)[0]))
-    until = right_edge([shown for _, shown in panels], width)
-    for name, shown in panels:
-        print(draw_text(shown, width=width, colour=_colour(), title=name, until=until), end="\n\n")
-    print("\n".join(_path(timeline, costs, width)))
+    print(draw_texts(panels, None, width, _colour()), end="\n\n")
+    print("\n".join(_path(options.schedule, timeline, costs, width)))
     peak = max(peak_memory(timeline, costs))
-    if options.memory_limit is not None and peak > options.memory_limit:
+    if not _fits(peak, options.memory_limit):
         print(f"peak memory {peak:.3g} is above --memory-limit {options.memory_limit:g}: --list shows which fit")
     _picture(options, panels)
 
@@ -179,17 +179,15 @@ def _draw_simulated(options: Arguments, share: ShareCosts, width: int) -> None:
 def _draw_measured(options: Arguments, width: int) -> None:
     measured = read_measured(Path(options.measured))
     panels, costs = beside_simulation(measured)
-    until = max(timeline.makespan for _, timeline in panels)
-    for title, timeline in panels:
-        drawn = draw_text(timeline, costs, width, _colour(), title, until, unit="ms")
-        print(drawn, end="\n\n")
+    print(draw_texts(panels, costs, width, _colour(), "ms"), end="\n\n")
     schedule = measured.timeline.schedule
     forward, inputs, weights = (
         sum(times) / schedule.ranks for times in (costs.forward, costs.input_gradient, costs.weight_gradient)
     )
+    message = f"{costs.send:.3g} ms (estimated)" if costs.send else "0 (not measurable)"
     print(
-        f"ranks aligned to {1e3 * measured.alignment_seconds:.2g} ms; mean of a rank: forward {forward:.3g}, gradients "
-        f"of inputs {inputs:.3g}, weights {weights:.3g}, message {costs.send:.3g} ms (estimated); others with these:"
+        f"mean of a rank: forward {forward:.3g}, gradients of inputs {inputs:.3g}, weights {weights:.3g} ms; message "
+        f"{message}; others with these:"
     )
     print(
         f"python tools/pipeline.py --list --stages {schedule.ranks} --microbatches {schedule.microbatches} "
@@ -206,7 +204,7 @@ def _picture(
         print(f"wrote {options.png}")
 
 
-def _path(timeline: Timeline, costs: Costs, width: int) -> list[str]:
+def _path(name: str, timeline: Timeline, costs: Costs, width: int) -> list[str]:
     """The critical path in short: where its time goes, and its first and last actions with → between ranks."""
     path, placement = critical_path(timeline, costs), timeline.schedule.placement
     time = Counter[int]()
@@ -214,8 +212,9 @@ def _path(timeline: Timeline, costs: Costs, width: int) -> list[str]:
         time[placement[action.stage]] += costs.of(action)  # type: ignore[assignment]
     ranks = [placement[action.stage] for action in path]
     messages = sum(a != b for a, b in zip(ranks, ranks[1:], strict=False))
-    shares = ", ".join(f"{rank} {time[rank] / timeline.makespan:.0%}" for rank in sorted(time))
-    what = f"critical path: {len(path)} actions, {messages} messages; of its time on rank {shares}"
+    parts = {rank: time[rank] / timeline.makespan for rank in sorted(time)}
+    shares = ", ".join(f"{rank} {part:.0%}" for rank, part in parts.items() if part >= 0.005)
+    what = f"{name}, critical path: {len(path)} actions, {messages} messages; of its time on rank {shares}"
     if messages and costs.send:
         what += f", in messages {messages * costs.send / timeline.makespan:.0%}"
     words = [str(path[0])]
@@ -232,21 +231,27 @@ def _table(options: Arguments, share: ShareCosts) -> list[str]:
     Idle time within spans and peak memory are those of the worst rank, which is what papers tell.
     """
     rows = []
-    for name in _NAMES if options.schedule == "auto" else SCHEDULES:
+    for name in _NAMES if options.schedule == AUTO else SCHEDULES:
         timeline, costs = _simulated(name, options, share)
         peak = max(peak_memory(timeline, costs))
-        fits = options.memory_limit is None or peak <= options.memory_limit
+        fits = _fits(peak, options.memory_limit)
         spans = max(timeline.span_idle(rank) for rank in range(options.stages))
         stages = timeline.schedule.stages // options.stages
-        figures = f"{timeline.idle_share:>8.1%}{abs(spans):>12.4g}{timeline.makespan:>10.4g}{peak:>13.3g}{stages:>14}"
+        figures = f"{timeline.idle_share:>11.1%}{abs(spans):>16.4g}{timeline.makespan:>10.4g}{peak:>13.3g}{stages:>14}"
         rows.append((not fits, round(timeline.idle_share, 9), peak, f"{name:<13}{figures}" + "  over" * (not fits)))
-    head = f"{'schedule':<13}{'idle':>8}{'span idle':>12}{'makespan':>10}{'peak memory':>13}{'stages a rank':>14}"
+    titles = f"{'idle share':>11}{'span idle time':>16}{'makespan':>10}{'peak memory':>13}{'stages a rank':>14}"
+    head = f"{'schedule':<13}{titles}"
     least = (
         f"Each runs from {MINIMUM_MICROBATCHES} micro-batch on, at its published speed from {2 * options.stages} "
         f"(twice the ranks) on; here are {options.microbatches}."
     )
     over = [f"over: above --memory-limit {options.memory_limit:g}"] if any(row[0] for row in rows) else []
     return [head, *(row[-1] for row in sorted(rows)), *over, least]
+
+
+def _fits(peak: float, limit: float | None) -> bool:
+    """Whether a rank that keeps `peak` at most is within the limit, but for the rounding of sums."""
+    return limit is None or peak <= limit + 1e-9 * max(1.0, limit)
 
 
 def _colour() -> bool:

@@ -62,20 +62,14 @@ class Engine:
         self.config, self.arguments, self.mesh = config, arguments, mesh
         training = arguments.training
         self.placement = placement_asked(arguments, config, mesh.world_size)
+        self.layer_counts = layers_of_stages(arguments, config, self.placement)
         options = ModelOptions(
             recompute=training.recompute_granularity,
             recompute_modules=training.recompute_modules or ("core_attn",),
             mtp_loss_scaling_factor=arguments.model.mtp_loss_scaling_factor,
             mtp_hidden=arguments.model.mtp_hidden,
         )
-        self.stages = build_stages(
-            config,
-            mesh,
-            self.placement,
-            options,
-            arguments.run.seed,
-            layers_of_stages(arguments, config, self.placement),
-        )
+        self.stages = build_stages(config, mesh, self.placement, options, arguments.run.seed, self.layer_counts)
         self.dtype = DTYPES[training.precision]
         for _, parameter in self.named_parameters():
             # Parameters only: buffers such as the router's bias stay fp32.

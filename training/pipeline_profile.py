@@ -1,15 +1,19 @@
-"""--profile-pipeline: one step of a run is measured, and drawn beside its simulation.
+"""What is told of a run's pipeline: its stages; under --profile-pipeline one step, measured beside its simulation.
 
-Lives here: which step, and what is written about it. May import the rooms below; matplotlib where it is installed.
+Lives here: the words for the stages, which step is measured, and what is written about it. May import the rooms below;
+matplotlib where it is installed.
 """
 
 from __future__ import annotations
 
 import logging
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.pipeline.measured import Measured, beside_simulation, write_measured
-from parallel.pipeline.plot import draw_text
+from parallel.pipeline.placement import as_ranges
+from parallel.pipeline.plot import draw_texts
 from parallel.pipeline.plot_png import draw_png
 from parallel.pipeline.profile import ActionClock, measured_timeline
 from parallel.pipeline.runtime import PipelineRuntime
@@ -21,14 +25,38 @@ WARM_UP = 4
 """Steps of a start before the measured one: the first ones allocate, connect and choose kernels."""
 
 
+WIDTH = 120
+"""Columns of the drawing."""
+
+
+def stages_in_words(placement: Sequence[int], layer_counts: Sequence[int], mtp_layers: int) -> str:
+    """Which layers lie on which stage, and the stage on which pipeline rank, in one line.
+
+    placement: the rank of each stage; layer_counts: layers of each stage; mtp_layers: beside the head, of the last one.
+    """
+    stages = []
+    for stage, (rank, layers) in enumerate(zip(placement, as_ranges(layer_counts), strict=True)):
+        parts = ["embedding"] if stage == 0 else []
+        if len(layers) > 1:
+            parts.append(f"layers {layers[0]} to {layers[-1]}")
+        else:
+            parts.append(f"layer {layers[0]}" if layers else "no layers")
+        if stage == len(placement) - 1:
+            parts.append("head")
+            parts += [f"{mtp_layers} MTP layer{'s' * (mtp_layers > 1)}"] if mtp_layers else []
+        stages.append(f"{stage} on rank {rank}: {', '.join(parts)}")
+    return f"stages: {' | '.join(stages)}"
+
+
 class PipelineProfile:
     """Measures one step of this start. before(), after(): around each step, on every rank.
 
-    runtime: whose actions are timed; directory: where rank 0 writes; done: steps done before this start.
+    runtime: whose actions are timed; directory: where rank 0 writes; done: steps done before this start; stages: what
+    is written of them.
     """
 
-    def __init__(self, runtime: PipelineRuntime, directory: Path, done: int, arguments: Arguments):
-        self.runtime, self.directory = runtime, directory
+    def __init__(self, runtime: PipelineRuntime, directory: Path, done: int, arguments: Arguments, stages: str):
+        self.runtime, self.directory, self.stages = runtime, directory, stages
         self.step = min(done + 1 + WARM_UP, arguments.training.train_iters)
 
     def before(self, step: int) -> None:
@@ -47,17 +75,22 @@ class PipelineProfile:
             return
         measured = measured_timeline(clock, axis, step)
         if axis.is_first:
-            logger.info("%s", write_profile(self.directory, measured))
+            try:
+                logger.info("%s", write_profile(self.directory, measured, self.stages))
+            except OSError as error:  # a full disk is no reason to lose the run
+                logger.warning("the pipeline of step %d can't be written to %s: %s", step, self.directory, error)
 
 
-def write_profile(directory: Path, measured: Measured) -> str:
-    """Write the measured time line, its trace and its pictures; returns what to tell of it."""
+def write_profile(directory: Path, measured: Measured, stages: str) -> str:
+    """Write the measured time line, its trace and its pictures; returns what to tell of it.
+
+    stages: the line on the division of layers. Raises OSError where a file can't be written.
+    """
     file, trace = write_measured(directory, measured)
     panels, costs = beside_simulation(measured)
-    until = max(timeline.makespan for _, timeline in panels)
     text = file.with_suffix(".txt")
-    drawn = [draw_text(timeline, costs, 120, title=title, until=until, unit="ms") for title, timeline in panels]
-    text.write_text("\n\n".join(drawn) + "\n", encoding="utf-8")
+    drawn = draw_texts(panels, costs, WIDTH, unit="ms")
+    text.write_text(f"{drawn}\n\n{textwrap.fill(stages, WIDTH)}\n", encoding="utf-8")
     picture = file.with_suffix(".png")
     try:
         draw_png(picture, panels, costs, "ms")

@@ -30,7 +30,7 @@ from training.engine import Engine, StepResult
 from training.failures import ConfigurationError
 from training.logs import RankLogs
 from training.metrics import Meter, MetricsFile, TensorBoard
-from training.pipeline_profile import PipelineProfile
+from training.pipeline_profile import PipelineProfile, stages_in_words
 from training.progress import Progress
 from training.run_directory import Start
 from training.schedule import LearningRateSchedule, lr_at
@@ -71,7 +71,9 @@ class Trainer:
         self.communication = self._communication_watch()
         self.profile: PipelineProfile | None = None
         if arguments.logging.profile_pipeline:
-            self.profile = PipelineProfile(self.engine.runtime, self.directory.pipeline, self.done.step, arguments)
+            self.profile = PipelineProfile(
+                self.engine.runtime, self.directory.pipeline, self.done.step, arguments, self._stages_in_words()
+            )
 
     def run(self) -> None:
         """Train to --train-iters, validate, save; return when all is on disk. Collective."""
@@ -243,7 +245,12 @@ class Trainer:
             training.micro_batch_size,
             training.seq_length,
         )
+        if layout.pp > 1:
+            logger.info("%s", self._stages_in_words())
         logger.info("torch %s, pipeline layers %s", torch.__version__, self._layers_here(), extra={"terminal": False})
+
+    def _stages_in_words(self) -> str:
+        return stages_in_words(self.engine.placement, self.engine.layer_counts, self.config.num_mtp_layers)
 
     def _layers_here(self) -> str:
         return ", ".join(itertools.chain.from_iterable(stage.layers.keys() for stage in self.engine.stages.values()))

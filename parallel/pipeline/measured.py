@@ -27,12 +27,13 @@ class Measured:
     alignment_seconds: float
 
 
-def costs_of(timeline: Timeline) -> Costs:
+def costs_of(timeline: Timeline, alignment: float = 0.0) -> Costs:
     """What the actions of a time line took: the mean of each stage and kind, with which `simulate` can be asked.
 
     A whole backward pass that a stage never splits counts half for its inputs and half for its weights. send is
-    estimated: the median time from the end of an action to the start of one that waited for it on another rank, 0
-    where none waited. Activations weigh 1 for a rank's share of the layers: they aren't measured.
+    estimated: the median time from the end of an action to the start of one that waited for it on another rank; 0
+    where none waited, or where that isn't above `alignment`, by which ranks' clocks may be off: it is then no measure
+    of messages. Activations weigh 1 for a rank's share of the layers: they aren't measured.
     """
     schedule = timeline.schedule
     taken: dict[tuple[Kind, int], list[float]] = {}
@@ -51,7 +52,7 @@ def costs_of(timeline: Timeline) -> Costs:
         by_stage(Kind.FORWARD, 0.0),
         by_stage(Kind.INPUT_GRADIENT, 0.5),
         by_stage(Kind.WEIGHT_GRADIENT, 0.5),
-        _send(timeline),
+        send if (send := _send(timeline)) > alignment else 0.0,
         Costs.even(placed, ShareCosts()).activations,
     )
 
@@ -74,12 +75,17 @@ def _send(timeline: Timeline) -> float:
 
 
 def beside_simulation(measured: Measured) -> tuple[list[tuple[str, Timeline]], Costs]:
-    """The measured time line and its table simulated with what it took, each with its title, and those costs; in ms."""
+    """The measured time line and its table simulated with what it took, each with its title, and those costs; in ms.
+
+    The title of the measured one says how far ranks' clocks may be off.
+    """
     timeline = in_milliseconds(measured.timeline)
-    costs = costs_of(timeline)
+    alignment = 1e3 * measured.alignment_seconds
+    costs = costs_of(timeline, alignment)
     name = timeline.schedule.name
     simulated = simulate(timeline.schedule, costs)
-    return [(f"{name}, step {measured.step} measured", timeline), (f"{name}, simulated", simulated)], costs
+    title = f"{name}, step {measured.step} measured, clocks within {alignment:.3g} ms"
+    return [(title, timeline), (f"{name}, simulated", simulated)], costs
 
 
 def in_milliseconds(timeline: Timeline) -> Timeline:

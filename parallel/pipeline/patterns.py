@@ -1,7 +1,8 @@
 """Tables that repeat one pattern for every micro-batch, and the search for the pattern that a step's times want.
 
-Lives here: `Pattern` and `search_patterns`. Imports `rows` only. Source: the building blocks of controllable memory
-(2405.15362), here with any spacing instead of multiples of one time, and weight gradients in the gaps (2401.10241).
+Lives here: `Pattern`, `simple_patterns`, `improve_pattern` and what makes tables of them. Imports `rows` only. Source:
+the building blocks of controllable memory (2405.15362), here with any spacing instead of multiples of one time, and
+weight gradients in the gaps (2401.10241).
 """
 
 from __future__ import annotations

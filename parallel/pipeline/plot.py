@@ -16,6 +16,8 @@ from parallel.pipeline.simulate import Costs, ShareCosts, Span, Timeline, peak_m
 
 LEAST_WIDTH = 60
 """Columns that a drawing in a terminal takes at least: those of its table."""
+WIDEST = 400
+"""Columns of the widest drawing that is proposed."""
 KIND_NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -69,23 +71,40 @@ def draw_text(
 ) -> str:
     """The time line as lines of at most `width` columns (60 at least): picture, axis, table of ranks, legend.
 
-    A column shows the action that takes most of it, so one shorter than a column may not be seen. costs: what
-    activations weigh; by default a rank's share of the layers weighs 1. colour: with ANSI's colours; title: by default
-    the schedule's name; until: the time at the right edge, by default `right_edge` of this one; unit: of time.
+    A column shows the action that takes most of it, so one shorter than a column may not be seen; a line below the
+    axis then says so. costs: what activations weigh; by default a rank's share of the layers weighs 1. colour: with
+    ANSI's colours; title: by default the schedule's name; until: the time at the right edge, by default `right_edge` of
+    this one; unit: of time.
     """
     width = max(width, LEAST_WIDTH)
     drawn, schedule = cells(timeline), timeline.schedule
     names = [f"rank {rank}" for rank in range(schedule.ranks)]
     margin = _margin(schedule)
-    per_column = (until or right_edge([timeline], width)) / (width - margin)
+    until = until or right_edge([timeline], width)
+    per_column = until / (width - margin)
     columns = min(width - margin, math.ceil(timeline.makespan / per_column - 1e-6))
     lines = textwrap.wrap(f"{title or schedule.name}: {facts(timeline, costs, unit)}", width)
     for name, row in zip(names, drawn, strict=True):
         shown = columns_of([Span(cell.start, cell.end) for cell in row], per_column, columns)
         lines.append(f"{name:<{margin}}" + _paint(row, shown, colour))
     lines.append(" " * margin + _axis(per_column, columns, unit))
+    shortest = min((cell.end - cell.start for row in drawn for cell in row if cell.end > cell.start), default=until)
+    if shortest < per_column * (1 - 1e-6):
+        lines += textwrap.wrap(_too_short(per_column, margin + math.ceil(until / shortest - 1e-6), unit), width)
     lines += _table(timeline, costs, names)
     return "\n".join([*lines, *_legend(schedule, width, colour)])
+
+
+def draw_texts(
+    panels: Sequence[tuple[str, Timeline]],
+    costs: Costs | None = None,
+    width: int = 100,
+    colour: bool = False,
+    unit: str = "",
+) -> str:
+    """Time lines, each with its title, below one another on one time axis; else as `draw_text`."""
+    until = right_edge([timeline for _, timeline in panels], width)
+    return "\n\n".join(draw_text(timeline, costs, width, colour, title, until, unit) for title, timeline in panels)
 
 
 def right_edge(timelines: Sequence[Timeline], width: int) -> float:
@@ -180,6 +199,13 @@ def _axis(per_column: float, columns: int, unit: str) -> str:
             break
         line = line.ljust(column) + label
     return line
+
+
+def _too_short(per_column: float, enough: int, unit: str) -> str:
+    """What is said where an action is shorter than a column. enough: columns in which none is."""
+    wider = f"--width {enough} or " if enough <= WIDEST else ""
+    column = f"{per_column:.3g} {unit}".rstrip()
+    return f"a column is {column} long: shorter actions may not be seen; {wider}--png shows more"
 
 
 def _table(timeline: Timeline, costs: Costs | None, names: Sequence[str]) -> list[str]:

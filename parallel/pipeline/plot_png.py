@@ -147,7 +147,7 @@ def _draw_legend(figure: Figure, schedules: Sequence[Schedule], top: float, left
     for kind in Kind:
         having = [schedule for schedule in schedules if kind in kinds_of(schedule)]
         for chunk in range(max((chunks_of(schedule) for schedule in having), default=0)):
-            label = f"{kind.value}: {KIND_NAMES[kind]}" if chunk == 0 else f"{ordinal(chunk)} stage"
+            label = f"{kind.value}: {KIND_NAMES[kind]}" if chunk == 0 else f"{kind.value}, {ordinal(chunk)} stage"
             handles.append(Patch(color=_shade(kind, chunk), label=label))
     anchor = (left, top)
     figure.legend(

@@ -132,6 +132,30 @@ def spans_of(work: int) -> list[str]:
     return [f"{idle / (work + idle):.1%}" for idle in (3, 2, 1, 0)]
 
 
+@pytest.mark.parametrize(("width", "unit"), [(60, ""), (100, "ms")])
+def test_actions_shorter_than_a_column_are_told_with_the_width_that_shows_them(width: int, unit: str) -> None:
+    timeline = timeline_of("zb-v", 8, 32)
+    drawn = " ".join(draw_text(timeline, width=width, unit=unit).split())
+    column = timeline.makespan / (width - len("rank 7 "))
+    assert f"a column is {column:.3g}{' ' * bool(unit)}{unit} long: shorter actions may not be seen" in drawn
+    match = re.search(r"seen; --width (\d+) or --png shows more", drawn)
+    assert match is not None
+    # There every action has a column, and one column less leaves some without.
+    for enough, said in ((int(match[1]), False), (int(match[1]) - 1, True)):
+        wide = draw_text(timeline, width=enough)
+        assert ("a column is" in wide) is said
+    assert "." not in "".join(rows_of(draw_text(timeline, width=int(match[1])))[7].strip("."))
+
+
+def test_a_width_that_no_terminal_has_is_not_proposed() -> None:
+    timeline = timeline_of("zb-v", 8, 32)
+    # One action of a thousandth.
+    (start, _), *rest = timeline.spans[0]
+    cut = Timeline(timeline.schedule, ((Span(start, start + 1e-3), *rest), *timeline.spans[1:]))
+    drawn = draw_text(cut, width=100)
+    assert "shorter actions may not be seen; --png shows more" in drawn
+
+
 def test_drawings_with_a_common_edge_have_one_scale() -> None:
     short, long = timeline_of("zb-v", 4, 8), timeline_of("1f1b", 4, 8)
     until = right_edge([short, long], 120)

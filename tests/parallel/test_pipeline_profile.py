@@ -157,6 +157,19 @@ def test_the_simulation_of_what_a_simulation_took_is_that_simulation() -> None:
     assert simulated.idle_share == pytest.approx(timeline.idle_share)
 
 
+@pytest.mark.parametrize(("of_send", "kept"), [(0.9, True), (1.1, False)])
+def test_a_message_shorter_than_clocks_are_off_is_not_measured(of_send: float, kept: bool) -> None:
+    schedule = make_schedule("zb-h1", 3, 6)
+    costs = random_costs(schedule, seed=2)
+    measured = Measured(simulate(schedule, costs), 4, of_send * costs.send)
+    ((title, _), (_, simulated)), found = beside_simulation(measured)
+    assert title == f"zb-h1, step 4 measured, clocks within {1e3 * of_send * costs.send:.3g} ms"
+    assert found.send == (pytest.approx(1e3 * costs.send) if kept else 0.0)
+    # The other times are those measured.
+    assert found.forward == pytest.approx([1e3 * time for time in costs.forward])
+    assert simulated.makespan == pytest.approx(1e3 * simulate(schedule, costs).makespan) or not kept
+
+
 def test_files_come_back_as_they_were_written(tmp_path: Path) -> None:
     measured = Measured(random_timeline("zb-v", seed=1), 5, 1.5e-4)
     file, trace = write_measured(tmp_path / "pipeline", measured)

@@ -12,7 +12,7 @@ from parallel.pipeline.catalogue import make_schedule
 from parallel.pipeline.check import check
 from parallel.pipeline.named import MINIMUM_MICROBATCHES, SCHEDULES, placement_of
 from parallel.pipeline.schedule import Kind, Schedule, peak_activations
-from parallel.pipeline.simulate import Costs, ShareCosts, Timeline, simulate
+from parallel.pipeline.simulate import Costs, ShareCosts, Timeline, critical_path, simulate
 
 
 class Figures(NamedTuple):
@@ -132,3 +132,25 @@ def test_forward_only_is_legal(name: str) -> None:
         forward = make_schedule(name, p, m).forward_only()
         check(forward)
         assert {action.kind for row in forward.actions for action in row} == {Kind.FORWARD}
+
+
+@pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("send", [0.0, 0.3, 2.0])
+def test_actions_of_the_critical_path_abut_from_0_to_the_makespan(name: str, send: float) -> None:
+    schedule = make_schedule(name, 3, 7)
+    stages = range(schedule.stages)
+    # Uneven, so that no two ways to the end are equally long.
+    forward, inputs, weights = (tuple(of + 0.1 * (s * s % 7) for s in stages) for of in (0.5, 0.61, 0.43))
+    costs = Costs(forward, inputs, weights, send, (1.0,) * len(stages))
+    line = simulate(schedule, costs)
+    rows = zip(schedule.actions, line.spans, strict=True)
+    spans = {action: span for row, times in rows for action, span in zip(row, times, strict=True)}
+    path = critical_path(line, costs)
+    messages = 0
+    for before, after in zip(path, path[1:], strict=False):
+        away = schedule.placement[before.stage] != schedule.placement[after.stage]
+        messages += away
+        assert spans[before].end + away * send == spans[after].start, (str(before), str(after))
+    assert spans[path[0]].start == 0.0
+    assert spans[path[-1]].end == line.makespan
+    assert messages >= 2 and sum(map(costs.of, path)) + messages * send == pytest.approx(line.makespan)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from parallel.mesh import Layout, Mesh
 from parallel.pipeline.catalogue import make_schedule
 from parallel.pipeline.measured import read_measured
+from parallel.pipeline.profile import ActionClock
 from parallel.pipeline.schedule import dependencies
 from tests.layouts import Job, flags_of, microbatches_of_step
 from training.arguments import Arguments
 from training.engine import Engine
-from training.pipeline_profile import PipelineProfile
+from training.pipeline_profile import PipelineProfile, stages_in_words
 
+STAGES = "stages: as told"
 RunRanks = Callable[..., list[Any]]
 JOBS = {
     "pp 4": Job(Layout(pp=4), overrides={"num_hidden_layers": 4}, flags={"pipeline_schedule": "zb-h1"}),
@@ -29,7 +33,7 @@ def train_profiled(job: Job, directory: str) -> tuple[bool, list[bool]]:
     """Three steps, of which the second is measured; returns whether this rank told of it, and when it had a clock."""
     mesh, config = Mesh.create(job.layout), job.model()
     engine = Engine(config, flags_of(job), mesh)
-    profile = PipelineProfile(engine.runtime, Path(directory), 0, Arguments().replace(train_iters=2))
+    profile = PipelineProfile(engine.runtime, Path(directory), 0, Arguments().replace(train_iters=2), STAGES)
     told: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = told.append  # type: ignore[method-assign]
@@ -56,6 +60,7 @@ def test_a_measured_step_has_each_action_once_and_keeps_dependencies(
     assert [told for told, _ in outcomes] == [True, False, False, False]
     assert all(clocks == [False, True, False] for _, clocks in outcomes)
 
+    assert (tmp_path / "pipeline" / "step_00002.txt").read_text().endswith(f"idle\n\n{STAGES}\n")
     measured = read_measured(tmp_path)
     schedule, spans = measured.timeline.schedule, measured.timeline.spans
     microbatches = job.global_batch // (4 // job.layout.pp)
@@ -79,4 +84,29 @@ def test_a_measured_step_has_each_action_once_and_keeps_dependencies(
 @pytest.mark.parametrize(("done", "last", "step"), [(0, 100, 5), (0, 3, 3), (40, 100, 45), (98, 100, 100)])
 def test_the_fifth_step_of_a_start_is_measured_or_its_last(done: int, last: int, step: int, tmp_path: Path) -> None:
     runtime: Any = None  # not touched before a step
-    assert PipelineProfile(runtime, tmp_path, done, Arguments().replace(train_iters=last)).step == step
+    assert PipelineProfile(runtime, tmp_path, done, Arguments().replace(train_iters=last), STAGES).step == step
+
+
+def test_stages_are_told_with_their_ranks_and_layers() -> None:
+    assert stages_in_words((0, 1, 1, 0), (0, 1, 2, 1), 1) == (
+        "stages: 0 on rank 0: embedding, no layers | 1 on rank 1: layer 0 | 2 on rank 1: layers 1 to 2 | "
+        "3 on rank 0: layer 3, head, 1 MTP layer"
+    )
+    assert stages_in_words((0,), (4,), 0) == "stages: 0 on rank 0: embedding, layers 0 to 3, head"
+
+
+def test_a_full_disk_costs_the_drawing_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = ActionClock(torch.device("cpu"))
+    mesh = Mesh.create(Layout())
+    runtime: Any = SimpleNamespace(mesh=mesh, clock=clock)
+    schedule = make_schedule("1f1b", 1, 1)
+    clock.begin(schedule, mesh.pp)
+    for _ in schedule.actions[0]:
+        clock.start()
+        clock.stop()
+    (tmp_path / "pipeline").write_text("a file where the directory should be")
+    profile = PipelineProfile(runtime, tmp_path / "pipeline", 0, Arguments().replace(train_iters=1), STAGES)
+    profile.after(1)
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING" and f"{tmp_path / 'pipeline'}" in warning.getMessage()
+    assert "pipeline of step 1 can't be written" in warning.getMessage()
