@@ -118,6 +118,8 @@ def _answer(options: Arguments, width: int) -> None:
     share = _share_costs(options)
     if not (options.schedule or options.list):
         raise ValueError(f"--schedule is missing: choose one of {', '.join(_NAMES)}, or --list, or --measured")
+    if options.png and not options.schedule:
+        raise ValueError(f"--png {options.png} needs --schedule: --list alone draws nothing")
     if options.schedule:
         _draw_simulated(options, share, width)
     if options.list:
@@ -148,8 +150,12 @@ def _share_costs(options: Arguments) -> ShareCosts:
             f"--costs {options.costs} must be three numbers F,I,W such as 1,1,1 (a message's time is --send)"
         ) from None
     costs = ShareCosts(forward, inputs, weights, options.send)
-    if min(costs[:3]) <= 0 or options.send < 0 or not sum(costs) < float("inf"):
-        raise ValueError(f"--costs {options.costs} must be above 0 and --send {options.send:g} not below 0")
+    if not min(costs[:3]) > 0 or not sum(costs[:3]) < float("inf"):
+        raise ValueError(f"--costs {options.costs} must be three numbers above 0, such as 1,1,1")
+    if not 0 <= options.send < float("inf"):
+        raise ValueError(f"--send {options.send:g} must be a number from 0 on")
+    if options.memory_limit is not None and not options.memory_limit > 0:
+        raise ValueError(f"--memory-limit {options.memory_limit:g} must be above 0")
     return costs
 
 

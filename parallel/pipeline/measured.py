@@ -1,7 +1,7 @@
 """A measured time line as files, and the costs that can be read from it.
 
 Lives here: what is done with a measured `Timeline` after the run; how it is measured is in `profile`. Imports
-`schedule` and `simulate` only; no torch, so that the tools read a run's files at once. Times are in seconds.
+`schedule`, `check` and `simulate` only; no torch, so that the tools read a run's files at once. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from parallel.pipeline.check import check
 from parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 from parallel.pipeline.simulate import Costs, ShareCosts, Span, Timeline, simulate
 
@@ -138,11 +139,14 @@ def read_measured(path: Path) -> Measured:
         schedule = Schedule(
             told["name"], told["microbatches"], tuple(told["placement"]), rows, promised_peak=told["promised_peak"]
         )
-        spans = tuple(tuple(Span(*span) for span in row) for row in content["spans"])
+        check(schedule)
+        spans = tuple(tuple(Span(float(start), float(end)) for start, end in row) for row in content["spans"])
         if list(map(len, spans)) != list(map(len, rows)):
             raise ValueError("it has another number of times than of actions")
-        return Measured(Timeline(schedule, spans), content["step"], content["alignment_seconds"])
-    except (KeyError, TypeError, ValueError) as error:
+        if not rows or any(span.end < span.start for row in spans for span in row):
+            raise ValueError("it has no actions, or one that ends before it starts")
+        return Measured(Timeline(schedule, spans), int(content["step"]), float(content["alignment_seconds"]))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} isn't a measured time line ({type(error).__name__}: {error}): give RUN/pipeline/step_00005.json"
         ) from error

@@ -200,6 +200,27 @@ def test_a_file_of_something_else_is_named(tmp_path: Path, content: str, message
         read_measured(tmp_path / "a.json")
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.update(alignment_seconds=None), "TypeError"),
+        (lambda file: file["schedule"].update(placement=[0, 0, 0, 0]), "never runs|which is not its own"),
+        (lambda file: file["schedule"].update(placement=[0, 1]), "which is not its own|IndexError"),
+        (lambda file: (file["schedule"]["actions"][0].pop(), file["spans"][0].pop()), "never runs"),
+        (lambda file: file["spans"][0].pop(), "another number of times"),
+        (lambda file: file["spans"][0].__setitem__(0, ["a", "b"]), "ValueError"),
+        (lambda file: file["spans"][0].__setitem__(0, [2.0, 1.0]), "ends before it starts"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, damage: Any, message: str) -> None:
+    path, _ = write_measured(tmp_path, Measured(random_timeline("zb-v", seed=1), 5, 1.5e-4))
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"isn't a measured time line .*({message})"):
+        read_measured(path)
+
+
 def test_a_run_that_measured_nothing_and_no_run_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="--profile-pipeline"):
         read_measured(tmp_path)
