@@ -27,7 +27,7 @@ from parallel.comm import gather_objects, irecv, isend
 from parallel.gradients import GradientReducer
 from parallel.launch import destroy, init_distributed
 from parallel.mesh import Layout, Mesh
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.runtime import PipelineRuntime
 from parallel.pipeline.schedule import Kind, Schedule
 from parallel.sharding import Sharding

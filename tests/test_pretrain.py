@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from data.indexed import IndexedWriter, bin_path
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.measured import read_measured
 from tests.training.test_failures import hear_interrupts
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.catalogue import SCHEDULES
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.measured import Measured, write_measured
-from parallel.pipeline.named import SCHEDULES
 from parallel.pipeline.schedule import peak_activations
 from parallel.pipeline.simulate import Costs, ShareCosts, simulate
 from tools import pipeline

@@ -23,9 +23,9 @@ if not __package__:  # run as a file: then its own directory is on the path, and
 
 import tyro  # noqa: E402
 
-from parallel.pipeline.catalogue import make_schedule  # noqa: E402
+from parallel.pipeline.catalogue import AUTO, MINIMUM_MICROBATCHES, SCHEDULES  # noqa: E402
+from parallel.pipeline.make import make_schedule  # noqa: E402
 from parallel.pipeline.measured import beside_simulation, read_measured  # noqa: E402
-from parallel.pipeline.named import AUTO, MINIMUM_MICROBATCHES, SCHEDULES  # noqa: E402
 from parallel.pipeline.plot import draw_texts  # noqa: E402
 from parallel.pipeline.plot_png import draw_png  # noqa: E402
 from parallel.pipeline.simulate import (  # noqa: E402

@@ -1,16 +1,26 @@
 """What the flags say about the pipeline: its table, and which layers lie on which stage.
 
-Lives here: pure functions of arguments and the model's configuration, used by the checks before a run and by the
-engine. Imports `parallel.pipeline`, `model.config` and `model.flops`; no torch.
+Lives here: pure functions of arguments and the model's configuration, used by the checks before a run, the engine and
+the trainer. Imports `parallel.pipeline`, `model.config` and `model.flops`; no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from model.config import DeepSeekConfig
 from model.flops import PartFlops, forward_flops
-from parallel.pipeline.catalogue import make_schedule
-from parallel.pipeline.named import AUTO, placement_of
-from parallel.pipeline.placement import ModelCosts, balanced, check_counts, layers_of_layout, stages_of_layout
+from parallel.pipeline.catalogue import AUTO, placement_of
+from parallel.pipeline.make import make_schedule
+from parallel.pipeline.placement import (
+    ModelCosts,
+    as_ranges,
+    balanced,
+    check_counts,
+    layers_of_layout,
+    stages_of_layout,
+)
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.simulate import ShareCosts
 from training.arguments import Arguments
@@ -39,25 +49,16 @@ def schedule_of(
         return make_schedule(parallel.pipeline_schedule, ranks, microbatches, chunks)
     if chunks is None and (stages := stages_given(arguments)):
         chunks = max(1, stages // ranks)
-    found = make_schedule(
-        AUTO,
-        ranks,
-        microbatches,
-        chunks,
-        costs=share_costs(arguments, config),
-        memory_limit=parallel.pipeline_memory_limit,
-        most_stages=config.num_hidden_layers,
-    )
-    if placement in (None, found.placement):
-        return found
-    return make_schedule(
+    search = partial(
+        make_schedule,
         AUTO,
         ranks,
         microbatches,
         costs=share_costs(arguments, config),
         memory_limit=parallel.pipeline_memory_limit,
-        placement=placement,
     )
+    found = search(chunks=chunks, most_stages=config.num_hidden_layers)
+    return found if placement in (None, found.placement) else search(placement=placement)
 
 
 def placement_asked(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> tuple[int, ...]:
@@ -119,3 +120,22 @@ def model_costs(config: DeepSeekConfig, seq_length: int) -> ModelCosts:
         return part.products + part.attention
 
     return ModelCosts(tuple(map(cost, flops.layers)), 0.0, sum(map(cost, flops.last)))
+
+
+def stages_in_words(placement: Sequence[int], layer_counts: Sequence[int], mtp_layers: int) -> str:
+    """Which layers lie on which stage, and the stage on which pipeline rank, in one line.
+
+    placement: the rank of each stage; layer_counts: layers of each stage; mtp_layers: beside the head, of the last one.
+    """
+    stages = []
+    for stage, (rank, layers) in enumerate(zip(placement, as_ranges(layer_counts), strict=True)):
+        parts = ["embedding"] if stage == 0 else []
+        if len(layers) > 1:
+            parts.append(f"layers {layers[0]} to {layers[-1]}")
+        else:
+            parts.append(f"layer {layers[0]}" if layers else "no layers")
+        if stage == len(placement) - 1:
+            parts.append("head")
+            parts += [f"{mtp_layers} MTP layer{'s' * (mtp_layers > 1)}"] if mtp_layers else []
+        stages.append(f"{stage} on rank {rank}: {', '.join(parts)}")
+    return f"stages: {' | '.join(stages)}"

@@ -1,18 +1,15 @@
-"""What is told of a run's pipeline: its stages; under --profile-pipeline one step, measured beside its simulation.
+"""--profile-pipeline: one step of a run is measured, and drawn beside its simulation.
 
-Lives here: the words for the stages, which step is measured, and what is written about it. May import the rooms below;
-matplotlib where it is installed.
+Lives here: which step, and what is written about it. May import the rooms below; matplotlib where it is installed.
 """
 
 from __future__ import annotations
 
 import logging
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.pipeline.measured import Measured, beside_simulation, write_measured
-from parallel.pipeline.placement import as_ranges
 from parallel.pipeline.plot import draw_texts
 from parallel.pipeline.plot_png import draw_png
 from parallel.pipeline.profile import ActionClock, measured_timeline
@@ -24,28 +21,8 @@ logger = logging.getLogger(__name__)
 WARM_UP = 4
 """Steps of a start before the measured one: the first ones allocate, connect and choose kernels."""
 
-
 WIDTH = 120
 """Columns of the drawing."""
-
-
-def stages_in_words(placement: Sequence[int], layer_counts: Sequence[int], mtp_layers: int) -> str:
-    """Which layers lie on which stage, and the stage on which pipeline rank, in one line.
-
-    placement: the rank of each stage; layer_counts: layers of each stage; mtp_layers: beside the head, of the last one.
-    """
-    stages = []
-    for stage, (rank, layers) in enumerate(zip(placement, as_ranges(layer_counts), strict=True)):
-        parts = ["embedding"] if stage == 0 else []
-        if len(layers) > 1:
-            parts.append(f"layers {layers[0]} to {layers[-1]}")
-        else:
-            parts.append(f"layer {layers[0]}" if layers else "no layers")
-        if stage == len(placement) - 1:
-            parts.append("head")
-            parts += [f"{mtp_layers} MTP layer{'s' * (mtp_layers > 1)}"] if mtp_layers else []
-        stages.append(f"{stage} on rank {rank}: {', '.join(parts)}")
-    return f"stages: {' | '.join(stages)}"
 
 
 class PipelineProfile:

@@ -30,7 +30,8 @@ from training.engine import Engine, StepResult
 from training.failures import ConfigurationError
 from training.logs import RankLogs
 from training.metrics import Meter, MetricsFile, TensorBoard
-from training.pipeline_profile import PipelineProfile, stages_in_words
+from training.pipeline import stages_in_words
+from training.pipeline_profile import PipelineProfile
 from training.progress import Progress
 from training.run_directory import Start
 from training.schedule import LearningRateSchedule, lr_at

@@ -161,7 +161,7 @@ def _check_layout(arguments: Arguments, config: DeepSeekConfig, world_size: int)
 
 def _check_pipeline(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
     """The schedule can have these numbers, and every stage gets something to do."""
-    from parallel.pipeline.named import AUTO
+    from parallel.pipeline.catalogue import AUTO
     from training.pipeline import layers_of_stages, microbatches_of, placement_asked, schedule_of, stages_given
 
     parallel, training = arguments.parallel, arguments.training

@@ -1,44 +1,90 @@
-"""The one door through which tables are made: a named schedule's, or the one that is searched for.
+"""The named schedules: what each needs, and its table.
 
-Lives here: `make_schedule`. Imports `named` and `search`; no torch, so flags are checked by it too.
+Lives here: `SCHEDULES`, whose tables follow from numbers alone; a new schedule is a line in it. Imports the files of
+`parallel/pipeline` that make tables; no torch.
 """
 
 from __future__ import annotations
 
-from parallel.pipeline.named import AUTO, MINIMUM_MICROBATCHES, entry_of
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parallel.pipeline.interleaved import interleaved
+from parallel.pipeline.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.search import MOST_CHUNKS, search
-from parallel.pipeline.simulate import ShareCosts
+from parallel.pipeline.v_shaped import dualpipe_v, v_half, v_min, v_placement, zb_v
 
 
-def make_schedule(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    chunks: int | None = None,
-    *,
-    costs: ShareCosts | None = None,
-    memory_limit: float | None = None,
-    placement: tuple[int, ...] | None = None,
-    most_stages: int | None = None,
-) -> Schedule:
-    """The named schedule for `ranks` pipeline ranks and `microbatches`, or under "auto" the one that `search` finds.
+@dataclass(frozen=True)
+class Entry:
+    """One named schedule.
 
-    chunks: stages a rank holds; None: what the schedule has by itself (interleaved: 2; auto: what is fastest). The rest
-    is for auto alone: times of a rank's share (None: all passes take as long, messages no time), the activations that
-    a rank may keep in its share of a micro-batch (None: `ranks`, as 1F1B), a placement where it is settled, the most
-    stages that there are layers for. Raises ValueError, naming the numbers and the nearest setting that works, where
-    they don't fit the schedule.
+    build(ranks, microbatches, chunks): the table, legal for any number of micro-batches from 1 on; chunks: how many
+    stages each rank holds (None: any number, as asked); v_shaped: rank r holds stages r and 2·ranks-1-r, rather than
+    r, r + ranks, ….
     """
+
+    build: Callable[[int, int, int], Schedule]
+    chunks: int | None = 1
+    v_shaped: bool = False
+
+    def placement(self, ranks: int, chunks: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return v_placement(ranks) if self.v_shaped else tuple(range(ranks)) * chunks
+
+
+def _plain(build: Callable[[int, int], Schedule]) -> Entry:
+    """Of a schedule with one stage a rank."""
+    return Entry(lambda ranks, microbatches, _: build(ranks, microbatches))
+
+
+def _on_a_v(build: Callable[[int, int], Schedule]) -> Entry:
+    return Entry(lambda ranks, microbatches, _: build(ranks, microbatches), chunks=2, v_shaped=True)
+
+
+SCHEDULES: dict[str, Entry] = {
+    "gpipe": _plain(gpipe),
+    "1f1b": _plain(one_f_one_b),
+    "interleaved": Entry(interleaved, chunks=None),
+    "zb-h1": _plain(zb_h1),
+    "zb-h2": _plain(zb_h2),
+    "zb-v": _on_a_v(zb_v),
+    "v-half": _on_a_v(v_half),
+    "v-min": _on_a_v(v_min),
+    "dualpipe-v": _on_a_v(dualpipe_v),
+}
+
+AUTO = "auto"
+"""The name of the schedule that `search` finds. It isn't in `SCHEDULES`, whose tables follow from numbers alone."""
+
+MINIMUM_MICROBATCHES = 1
+"""Every schedule is legal from here on. It is as fast as published from twice as many as ranks on."""
+
+
+def entry_of(name: str, ranks: int, chunks: int | None) -> tuple[Entry, int]:
+    """The named schedule and how many stages a rank holds; raises ValueError where it can't have these numbers."""
     if name == AUTO:
-        most = MOST_CHUNKS if most_stages is None else min(MOST_CHUNKS, max(1, most_stages // max(1, ranks)))
-        choice = tuple(range(1, most + 1)) if chunks is None else (chunks,)
-        limit = float(ranks) if memory_limit is None else memory_limit
-        return search(ranks, microbatches, costs or ShareCosts(), limit, placement, choice)
-    entry, chunks = entry_of(name, ranks, chunks)
-    if microbatches < MINIMUM_MICROBATCHES:
+        raise ValueError("auto's placement follows from its costs: make_schedule gives a table with it")
+    if name not in SCHEDULES:
         raise ValueError(
-            f"{name} on {ranks} ranks needs at least {MINIMUM_MICROBATCHES} micro-batch, got {microbatches}: "
-            f"use {MINIMUM_MICROBATCHES}, or {2 * ranks} for its published speed"
+            f"pipeline schedule {name!r} is unknown: choose one of {', '.join(sorted([*SCHEDULES, AUTO]))}"
         )
-    return entry.build(ranks, microbatches, chunks)
+    entry = SCHEDULES[name]
+    if ranks < 1:
+        raise ValueError(f"{name} needs at least 1 pipeline rank, got {ranks}: use 1")
+    if chunks is None:
+        return entry, entry.chunks or 2
+    if chunks < 1:
+        raise ValueError(f"{name} needs at least 1 stage a rank, got {chunks}: use {entry.chunks or 1}")
+    if entry.chunks not in (None, chunks):
+        raise ValueError(
+            f"{name} has {entry.chunks} stage{'s' * (entry.chunks != 1)} a rank, not {chunks}: use interleaved, which "
+            "has any number, or don't ask for one"
+        )
+    return entry, chunks
+
+
+def placement_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+    """The rank of each stage under the named schedule; raises ValueError as `entry_of` does."""
+    entry, chunks = entry_of(name, ranks, chunks)
+    return entry.placement(ranks, chunks)

@@ -14,13 +14,14 @@ from parallel.pipeline.messages import Channel, RankMessages, plan_messages
 from parallel.pipeline.schedule import Action, Kind, Schedule, peak_activations
 
 
-def check(schedule: Schedule) -> None:
-    """Raise ValueError, naming rank and action, unless the table is legal."""
+def check(schedule: Schedule) -> tuple[RankMessages, ...]:
+    """Raise ValueError, naming rank and action, unless the table is legal; returns the messages that were proved."""
     _check_complete(schedule)
     plans = plan_messages(schedule)  # finds actions that wait for each other
     _check_order(schedule, plans)
     _check_sends(schedule, plans)
     _check_peak(schedule)
+    return plans
 
 
 def _check_complete(schedule: Schedule) -> None:

@@ -19,7 +19,7 @@ from parallel.comm import Work, irecv, isend
 from parallel.gradients import GradientReducer
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.check import check
-from parallel.pipeline.messages import Channel, Message, RankMessages, plan_messages
+from parallel.pipeline.messages import Channel, Message, RankMessages
 from parallel.pipeline.profile import ActionClock
 from parallel.pipeline.schedule import Action, Kind, Schedule
 from parallel.weight_gradient import WeightGradientQueue
@@ -93,8 +93,7 @@ class PipelineRuntime:
     def _plan(self, schedule: Schedule) -> RankMessages:
         """This rank's messages in the table, which is checked, and whose channels are connected, the first time."""
         if id(schedule) not in self._plans:
-            check(schedule)
-            plans = plan_messages(schedule)
+            plans = check(schedule)
             self._connect(sorted({message.channel for plan in plans for message in plan.sent.values()}))
             self._plans[id(schedule)] = schedule, plans[self.mesh.pp.rank]
         return self._plans[id(schedule)][1]

@@ -1,7 +1,7 @@
 """A pipeline schedule is a table: for each rank the actions it takes, in order, and nothing else.
 
 Lives here: what a table is made of, and what follows from a table alone. Imports nothing of ours and no torch. The
-tables themselves are made in `one_stage`, `interleaved`, `v_shaped` and `search`; `named` knows them by name.
+tables themselves are made in `one_stage`, `interleaved`, `v_shaped` and `search`; `catalogue` knows them by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Kind(Enum):
     @property
     def hands_on(self) -> int:
         """The direction in which its result goes: to the next stage (1), to the one before (-1), nowhere (0)."""
-        return {Kind.FORWARD: 1, Kind.WEIGHT_GRADIENT: 0}.get(self, -1)
+        if self is Kind.FORWARD:
+            return 1
+        return 0 if self is Kind.WEIGHT_GRADIENT else -1
 
 
 class Action(NamedTuple):

@@ -12,8 +12,8 @@ from functools import lru_cache
 from math import inf, isfinite
 from random import Random
 
+from parallel.pipeline.catalogue import SCHEDULES
 from parallel.pipeline.local_search import improve_rows
-from parallel.pipeline.named import SCHEDULES
 from parallel.pipeline.patterns import Pattern, improve_pattern, place_weight_gradients, simple_patterns, table_of
 from parallel.pipeline.rows import (
     TOLERANCE,

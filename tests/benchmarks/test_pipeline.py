@@ -20,7 +20,7 @@ from benchmarks.pipeline_rank import (
     message_seconds,
 )
 from parallel.mesh import Layout, Mesh
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.schedule import Kind, peak_activations
 from parallel.weight_gradient import WeightGradientQueue
 

@@ -22,7 +22,7 @@ from model.microbatch import MicroBatch, set_denominators
 from parallel.comm import gather_objects
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.runtime import PipelineRuntime
 from parallel.sharding import global_slice, sharding_of, valid_part
 from tests.model import hf_oracle

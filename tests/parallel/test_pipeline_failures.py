@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.pipeline.named import placement_of
+from parallel.pipeline.catalogue import placement_of
 
 ROOT = Path(__file__).parents[2]
 RANKS, MICROBATCHES = 4, 8
@@ -24,7 +24,7 @@ from torch import nn
 
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.runtime import PipelineRuntime
 from parallel.sharding import Sharding
 from parallel.weight_gradient import linear, will_add_its_gradient

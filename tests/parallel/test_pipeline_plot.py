@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel.pipeline.catalogue import make_schedule
-from parallel.pipeline.named import SCHEDULES
+from parallel.pipeline.catalogue import SCHEDULES
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.plot import cells, columns_of, draw_text, right_edge
 from parallel.pipeline.plot_png import draw_figure, draw_png
 from parallel.pipeline.schedule import Action, Kind

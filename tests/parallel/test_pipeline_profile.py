@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parallel.mesh import Layout, Mesh
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.measured import (
     Measured,
     beside_simulation,

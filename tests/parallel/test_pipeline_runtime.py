@@ -12,9 +12,9 @@ from torch import nn
 from parallel.gradients import Bucket, GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.pipeline import runtime as runtime_module
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.catalogue import SCHEDULES
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.messages import plan_messages
-from parallel.pipeline.named import SCHEDULES
 from parallel.pipeline.runtime import PipelineRuntime
 from parallel.pipeline.schedule import Action, Kind, Schedule
 from parallel.sharding import Sharding

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.config import DeepSeekConfig
-from parallel.pipeline.named import placement_of
+from parallel.pipeline.catalogue import placement_of
 from parallel.pipeline.placement import (
     ModelCosts,
     as_ranges,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.catalogue import MINIMUM_MICROBATCHES, SCHEDULES, placement_of
 from parallel.pipeline.check import check
-from parallel.pipeline.named import MINIMUM_MICROBATCHES, SCHEDULES, placement_of
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.schedule import Kind, Schedule, peak_activations
 from parallel.pipeline.simulate import Costs, ShareCosts, Timeline, critical_path, simulate
 

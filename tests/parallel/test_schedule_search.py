@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.pipeline import local_search, patterns
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.catalogue import SCHEDULES
 from parallel.pipeline.check import check
 from parallel.pipeline.local_search import improve_rows
-from parallel.pipeline.named import SCHEDULES
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.one_stage import gpipe
 from parallel.pipeline.rows import Problem, Rows, ends_of, join_backwards, makespan, to_rows, to_schedule
 from parallel.pipeline.schedule import Kind, Schedule, peak_activations

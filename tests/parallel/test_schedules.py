@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from parallel.pipeline import check as check_module
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.catalogue import placement_of
 from parallel.pipeline.check import check
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.messages import plan_messages
-from parallel.pipeline.named import placement_of
 from parallel.pipeline.one_stage import gpipe, one_f_one_b
 from parallel.pipeline.schedule import Action, Kind, Schedule, dependencies, peak_activations
 from parallel.pipeline.simulate import Costs, ShareCosts, simulate

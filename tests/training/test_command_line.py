@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.pipeline.named import AUTO, SCHEDULES
+from parallel.pipeline.catalogue import AUTO, SCHEDULES
 from training.arguments import GROUP_OF, Arguments, ParallelArguments
 from training.command_line import from_yaml, parse, to_yaml
 from training.failures import ConfigurationError

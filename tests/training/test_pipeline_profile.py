@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from parallel.mesh import Layout, Mesh
-from parallel.pipeline.catalogue import make_schedule
+from parallel.pipeline.make import make_schedule
 from parallel.pipeline.measured import read_measured
 from parallel.pipeline.profile import ActionClock
 from parallel.pipeline.schedule import dependencies
 from tests.layouts import Job, flags_of, microbatches_of_step
 from training.arguments import Arguments
 from training.engine import Engine
-from training.pipeline_profile import PipelineProfile, stages_in_words
+from training.pipeline import stages_in_words
+from training.pipeline_profile import PipelineProfile
 
 STAGES = "stages: as told"
 RunRanks = Callable[..., list[Any]]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from parallel.mesh import Layout, Mesh
-from parallel.pipeline.named import SCHEDULES
+from parallel.pipeline.catalogue import SCHEDULES
 from tests.layouts import Curve, Job, microbatches_of_step, train, whole
 from tests.layouts import flags_of as arguments_of
 from training.arguments import RECOMPUTE_MODULES

@@ -1,0 +1,44 @@
+"""The one door through which tables are made: a named schedule's, or the one that is searched for.
+
+Lives here: `make_schedule`. Imports `catalogue` and `search`; no torch, so flags are checked by it too.
+"""
+
+from __future__ import annotations
+
+from parallel.pipeline.catalogue import AUTO, MINIMUM_MICROBATCHES, entry_of
+from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.search import MOST_CHUNKS, search
+from parallel.pipeline.simulate import ShareCosts
+
+
+def make_schedule(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    *,
+    costs: ShareCosts | None = None,
+    memory_limit: float | None = None,
+    placement: tuple[int, ...] | None = None,
+    most_stages: int | None = None,
+) -> Schedule:
+    """The named schedule for `ranks` pipeline ranks and `microbatches`, or under "auto" the one that `search` finds.
+
+    chunks: stages a rank holds; None: what the schedule has by itself (interleaved: 2; auto: what is fastest). The rest
+    is for auto alone: times of a rank's share (None: all passes take as long, messages no time), the activations that
+    a rank may keep in its share of a micro-batch (None: `ranks`, as 1F1B), a placement where it is settled, the most
+    stages that there are layers for. Raises ValueError, naming the numbers and the nearest setting that works, where
+    they don't fit the schedule.
+    """
+    if name == AUTO:
+        most = MOST_CHUNKS if most_stages is None else min(MOST_CHUNKS, max(1, most_stages // max(1, ranks)))
+        choice = tuple(range(1, most + 1)) if chunks is None else (chunks,)
+        limit = float(ranks) if memory_limit is None else memory_limit
+        return search(ranks, microbatches, costs or ShareCosts(), limit, placement, choice)
+    entry, chunks = entry_of(name, ranks, chunks)
+    if microbatches < MINIMUM_MICROBATCHES:
+        raise ValueError(
+            f"{name} on {ranks} ranks needs at least {MINIMUM_MICROBATCHES} micro-batch, got {microbatches}: "
+            f"use {MINIMUM_MICROBATCHES}, or {2 * ranks} for its published speed"
+        )
+    return entry.build(ranks, microbatches, chunks)
