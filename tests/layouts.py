@@ -15,7 +15,7 @@ import torch
 
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
-from model.moe import Router
+from model.router import Router
 from parallel.mesh import Layout, Mesh
 from parallel.sharding import sharding_of, valid_part
 from training.arguments import Arguments

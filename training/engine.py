@@ -16,7 +16,7 @@ from torch import nn
 from model.config import DeepSeekConfig
 from model.deepseek import ModelOptions, build_stages
 from model.microbatch import MicroBatch, set_denominators
-from model.moe import routers, update_router_bias
+from model.router import routers, update_router_bias
 from parallel.comm import all_reduce_, barrier
 from parallel.gradients import GradientReducer
 from parallel.mesh import Mesh

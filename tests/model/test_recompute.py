@@ -20,7 +20,8 @@ from model.config import DeepSeekConfig
 from model.deepseek import DeepSeekStage, ModelOptions, build_stages
 from model.microbatch import MicroBatch, set_denominators
 from model.mlp import DenseMLP
-from model.moe import MoE, routers
+from model.moe import MoE
+from model.router import routers
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.recompute import discard, recomputed

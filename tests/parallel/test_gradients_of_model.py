@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 
 from model.microbatch import set_denominators
-from model.moe import Router
+from model.router import Router
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.sharding import sharding_of, valid_part
