@@ -134,7 +134,8 @@ class Mesh:
         self.dp_cp = self._axis("dp_cp", partitions["dp_cp"])
         self.stage = self._axis("stage", partitions["stage"])
         self.sequence = self._axis("sequence", partitions["sequence"])
-        self.ep = self._axis("ep", partitions["ep"])
+        # Rows travel while other collectives run: on a shared communicator they would queue behind each other.
+        self.ep = self._axis("ep", partitions["ep"], shared=False)
         self.edp = self._axis("edp", partitions["edp"])
 
     @classmethod
