@@ -30,13 +30,18 @@ class Denominators:
 class Routing:
     """A layer's choice for one micro-batch, kept so that recomputation neither chooses, counts nor communicates again.
 
-    expert_tk: int64 [tokens here, k]; counts_be: [b, experts] choices among this rank's tokens; sequence_counts_be:
-    the same over the whole sequence (None without auxiliary loss).
+    expert_tk: int64 [tokens here, k]; counts_be: [b, experts] choices among this rank's tokens, dropped ones too;
+    rows_e: int64 [experts] those that are left, over all sequences; kept_tk: bool, which these are (None: all).
+    sequence_counts_be: counts_be over the whole sequence (None without a loss that needs it); sequence_visits_bg: [b,
+    groups] its tokens that chose an expert of the group, however many of them (None without communication loss).
     """
 
     expert_tk: torch.Tensor
     counts_be: torch.Tensor
-    sequence_counts_be: torch.Tensor | None
+    rows_e: torch.Tensor
+    kept_tk: torch.Tensor | None = None
+    sequence_counts_be: torch.Tensor | None = None
+    sequence_visits_bg: torch.Tensor | None = None
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from torch import nn
 
 from kernels.permute import combine, dispatch, expert_order
 from kernels.swiglu import swiglu
+from model.balance import NO_EXTRAS, Balance
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
 from model.mlp import SharedExpert
@@ -61,9 +62,16 @@ class MoE(nn.Module):
     recompute: what is computed again in backward: "moe_act" the routed experts' activation, "shared_experts".
     """
 
-    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, recompute: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        mesh: Mesh,
+        layer: int,
+        recompute: tuple[str, ...] = (),
+        balance: Balance = NO_EXTRAS,
+    ):
         super().__init__()
-        self.gate = Router(config, mesh, layer)
+        self.gate = Router(config, mesh, layer, balance)
         self.experts = RoutedExperts(config, discard_inner="moe_act" in recompute)
         self.recompute_shared = "shared_experts" in recompute
         self.shared_experts = None
@@ -71,16 +79,15 @@ class MoE(nn.Module):
             self.shared_experts = SharedExpert(config.hidden_size, config.shared_intermediate_size)
 
     def forward(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        recorded = self.gate.layer in batch.routing
         weights_tk, routing, auxiliary = self.gate(x_lbh, batch)
+        if routing.kept_tk is not None:
+            weights_tk = weights_tk.masked_fill(~routing.kept_tk, 0)
         order_r, place_tk = expert_order(routing.expert_tk)
         ends_e = routing.counts_be.sum(0).cumsum(0).to(torch.int32)
         x_rh, weight_r = dispatch(x_lbh.flatten(0, 1), weights_tk, order_r, place_tk)
         out_lbh = combine(self.experts(x_rh, weight_r, ends_e), order_r, place_tk).view_as(x_lbh)
         if auxiliary is not None:
             out_lbh = _AttachLoss.apply(out_lbh, auxiliary)
-            if not recorded:
-                batch.record("aux", auxiliary)
         if self.shared_experts is None:
             return out_lbh
         shared = partial(recomputed, self.shared_experts) if self.recompute_shared else self.shared_experts

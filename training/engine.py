@@ -110,7 +110,7 @@ class Engine:
         with _naming("the norm of the gradient"):
             norm = self.reducer.clip(self.arguments.optimizer.clip_grad)
         self.optimizer.step(lr)
-        loads = update_router_bias(self.routers, self.mesh, self.arguments.model.router_bias_update_rate)
+        loads, _ = update_router_bias(self.routers, self.mesh, self.arguments.model.router_bias_update_rate)
         losses = self._reported(microbatches)
         return StepResult(losses, norm.item(), self._tokens(microbatches), loads)
 
@@ -120,7 +120,7 @@ class Engine:
             stage.train()
         self.reducer.zero()
         for router in self.routers:
-            router.load_e.zero_()
+            router.reset_counts()
         set_denominators(microbatches, self.config.num_mtp_layers, self.mesh)
         self.runtime.run(self._schedule(len(microbatches), True), microbatches, self._shape(microbatches), self.reducer)
         with _naming("the sum of gradients over replicas and copies"):
