@@ -44,10 +44,9 @@ class Balance:
         }
         return [name for name, weight in weights.items() if weight]
 
-    def kept(self, config: DeepSeekConfig, expert_tk: torch.Tensor, weights_tk: torch.Tensor) -> torch.Tensor | None:
-        """Which choices are within the capacity: bool [t, k], or None where nothing is dropped."""
-        if self.capacity_factor is None:
-            return None
+    def kept(self, config: DeepSeekConfig, expert_tk: torch.Tensor, weights_tk: torch.Tensor) -> torch.Tensor:
+        """Which choices are within the capacity, where there is one: bool [t, k]."""
+        assert self.capacity_factor is not None
         bins = config.n_group if self.drop_level == "device" else config.n_routed_experts
         # Rounded, so that 1.1 times 100 isn't a hair above 110.
         budget = math.ceil(round(self.capacity_factor * expert_tk.numel() / bins, 6))

@@ -106,10 +106,10 @@ class Router(nn.Module):
         kept_tk = None
         if self.training:
             self.load_e += load_e
-            kept_tk = self.balance.kept(config, expert_tk, self._weights(scores_te, expert_tk))
-        if kept_tk is not None:
-            rows_e = torch.zeros_like(load_e).scatter_add_(0, expert_tk.flatten(), kept_tk.flatten().long())
-            self.dropped += (load_e - rows_e).sum()
+            if self.balance.capacity_factor is not None:
+                kept_tk = self.balance.kept(config, expert_tk, self._weights(scores_te, expert_tk))
+                rows_e = torch.zeros_like(load_e).scatter_add_(0, expert_tk.flatten(), kept_tk.flatten().long())
+                self.dropped += (load_e - rows_e).sum()
         return Routing(expert_tk, counts_be, rows_e, kept_tk, *self._over_the_sequence(expert_tk, counts_be))
 
     def _over_the_sequence(
