@@ -174,8 +174,7 @@ def train(job: Job) -> Curve:
         result = engine.train_step(batches, lr)
         curve.losses.append(result.losses)
         curve.norms.append(result.grad_norm)
-        layers = [router.layer for router in engine.routers]
-        curve.loads.append(dict(zip(layers, result.expert_loads.tolist(), strict=True)))
+        curve.loads.append(dict(zip(engine.moe_layers, result.expert_loads.tolist(), strict=True)))
         curve.margins.append(dict(margins))
         if step == 0:
             for router in engine.routers:
