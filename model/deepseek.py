@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from model.attention import LatentAttention, document_mask
+from model.balance import NO_EXTRAS, Balance
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
 from model.mlp import DenseMLP
@@ -35,13 +36,14 @@ class ModelOptions:
 
     recompute: "full" keeps a block's input and runs its forward again in backward, "selective" does so with parts of a
     block, recompute_modules (Megatron-core's names); mtp_loss_scaling_factor: λ of the MTP losses; mtp_hidden: whether
-    MTP starts from the last hidden states after or before the final norm.
+    MTP starts from the last hidden states after or before the final norm; balance: of experts.
     """
 
     recompute: Literal["none", "full", "selective"] = "none"
     recompute_modules: tuple[str, ...] = ()
     mtp_loss_scaling_factor: float = 0.3
     mtp_hidden: Literal["after-norm", "before-norm"] = "after-norm"
+    balance: Balance = NO_EXTRAS
 
 
 class Block(nn.Module):
@@ -51,7 +53,14 @@ class Block(nn.Module):
     "moe" a mixture of experts, and those of `LatentAttention` and `MoE`.
     """
 
-    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, recompute: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        mesh: Mesh,
+        layer: int,
+        recompute: tuple[str, ...] = (),
+        balance: Balance = NO_EXTRAS,
+    ):
         super().__init__()
         self.input_layernorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LatentAttention(config, mesh, recompute)
@@ -59,7 +68,7 @@ class Block(nn.Module):
         self.mlp: MoE | DenseMLP
         if config.is_moe_layer(layer):
             # What is recomputed as a whole has no parts that are.
-            self.mlp = MoE(config, mesh, layer, () if "moe" in recompute else recompute)
+            self.mlp = MoE(config, mesh, layer, () if "moe" in recompute else recompute, balance)
         else:
             self.mlp = DenseMLP(config.hidden_size, config.intermediate_size, mesh)
         self.discard_normed = "layernorm" in recompute
@@ -91,8 +100,15 @@ class SharedHead(nn.Module):
 class MTPBlock(Block):
     """One depth of multi-token prediction (2412.19437, eq. 21–23): joins states and next tokens, then a block."""
 
-    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, recompute: tuple[str, ...] = ()):
-        super().__init__(config, mesh, layer, recompute)
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        mesh: Mesh,
+        layer: int,
+        recompute: tuple[str, ...] = (),
+        balance: Balance = NO_EXTRAS,
+    ):
+        super().__init__(config, mesh, layer, recompute, balance)
         self.enorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size)
@@ -136,11 +152,11 @@ class DeepSeekStage(nn.Module):
                 config.vocab_size, config.hidden_size, mesh, embedding_ranks
             )
         parts = options.recompute_modules if options.recompute == "selective" else ()
-        self.layers = nn.ModuleDict({str(i): Block(config, mesh, i, parts) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(config, mesh, i, parts, options.balance) for i in layers})
         if last:
             self.norm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
             self.lm_head = VocabularyParallelHead(config.vocab_size, config.hidden_size, mesh)
-        self.layers.update({str(i): MTPBlock(config, mesh, i, parts) for i in mtp_layers})
+        self.layers.update({str(i): MTPBlock(config, mesh, i, parts, options.balance) for i in mtp_layers})
         self._main, self._mtp = [str(i) for i in layers], [str(i) for i in mtp_layers]
 
     def forward(self, x_lbh: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:

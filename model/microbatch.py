@@ -31,14 +31,17 @@ class Denominators:
 class Routing:
     """A layer's choice for one micro-batch, kept so that recomputation neither chooses, counts nor communicates again.
 
-    expert_tk: int64 [tokens here, k]; counts_be: [b, experts] choices among this rank's tokens; sequence_counts_be:
-    the same over the whole sequence (None without auxiliary loss); traffic: which rows travel to which rank.
+    expert_tk: int64 [tokens here, k]; kept_tk: bool, which of these weren't dropped (None: all); traffic: which rows
+    travel to which rank; sequence_counts_be: [b, experts] choices of whole sequences, dropped ones too (None without a
+    loss that needs it); sequence_visits_bg: [b, groups] their tokens that chose an expert of the group, however many of
+    them (None without communication loss).
     """
 
     expert_tk: torch.Tensor
-    counts_be: torch.Tensor
-    sequence_counts_be: torch.Tensor | None
+    kept_tk: torch.Tensor | None
     traffic: Traffic
+    sequence_counts_be: torch.Tensor | None = None
+    sequence_visits_bg: torch.Tensor | None = None
 
 
 @dataclass(eq=False)

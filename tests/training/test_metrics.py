@@ -115,12 +115,13 @@ def test_one_page_of_tensorboard_answers_learning_speed_and_memory(tmp_path: Pat
 def test_everything_that_a_step_measures_has_a_place_of_its_own(tmp_path: Path) -> None:
     """Read from the trainer's source: a new name of a record without a tag would hide in "5_more"."""
     names = {"step_seconds", "tokens_per_second", "tflops_per_device", "mfu"}  # Meter's
-    names |= {"valid_loss", "bigram_loss", "memory_share", "peak_memory_gib", "expert_max_violation"}
+    names |= {"valid_loss", "bigram_loss", "memory_share", "peak_memory_gib"}
+    names |= {f"{name}_loss" for name in ("aux", "device", "communication", "z")}
     source = ast.parse(Path(training.trainer.__file__).read_text())
     (step,) = (x for x in ast.walk(source) if isinstance(x, ast.FunctionDef) and x.name == "_step")
     keys = (node.keys for node in ast.walk(step) if isinstance(node, ast.Dict))
     names |= {key.value for found in keys for key in found if isinstance(key, ast.Constant)} - {"step"}
-    assert {"loss", "mtp_loss", "aux_loss", "lr", "tokens"} <= names
+    assert {"loss", "mtp_loss", "lr", "tokens", "expert_dropped_share", "sent_bytes"} <= names
     board = TensorBoard(tmp_path)
     board.write({"step": 1, **dict.fromkeys(names, 1.0)})
     board.close()
