@@ -7,6 +7,7 @@ latent of keys and values, r rotated width, d qk_nope width, v value width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,13 +28,15 @@ class LatentAttention(nn.Module):
 
     With q LoRA only q + c + r values a token are gathered (V3: 1536 + 576 of 7168); without it queries need the hidden
     states. recompute: what is computed again in backward: "core_attn" attention itself, "mla_up_proj" queries, keys and
-    values from the gathered latents.
+    values from the latents, "layernorm" the normed latents, unless they were gathered: those are kept, since making
+    them again would communicate.
     """
 
     def __init__(self, config: DeepSeekConfig, mesh: Mesh, recompute: tuple[str, ...] = ()):
         super().__init__()
         self.attend = partial(recomputed, attention) if "core_attn" in recompute else attention
         self.discard_heads = "mla_up_proj" in recompute
+        self.discard_latents = "layernorm" in recompute and mesh.tp.size == 1
         self.tp = mesh.tp
         self.heads = config.num_attention_heads // mesh.tp.size
         self.q_rank, self.kv_rank, self.rope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
@@ -54,20 +57,26 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         assert batch.rotation is not None
-        from_q, latent_sbc, k_pe_sbr = self._latents(x_lbh)
+        norms, k_pe = self._down_project(x_lbh)
+        normed = [norm() for norm in norms]
+        from_q = x_lbh if self.q_rank is None else normed[1]
+        from_q, latent_sbc, k_pe_sbr = gather_sequences((from_q, normed[0], k_pe), self.tp)
         up_project = partial(self._up_project, from_q, latent_sbc, k_pe_sbr, batch.rotation)
         heads = up_project()
         out_sbm = self.attend(*heads, self.scale, batch.attention_mask)
-        if self.discard_heads:
+        if self.discard_latents:
+            discard(normed, lambda: [norm() for norm in norms], consumed=out_sbm)
+        if self.discard_heads:  # after the latents: they come back in this order, and heads are made of them
             discard(heads, up_project, consumed=out_sbm)
         return self.o_proj(out_sbm)
 
-    def _latents(self, x_lbh: torch.Tensor) -> list[torch.Tensor]:
-        """Gathered over tp: queries' latent [s, b, q], or hidden states; keys' and values' [s, b, c]; rotary key."""
+    def _down_project(self, x_lbh: torch.Tensor) -> tuple[list[Callable[[], torch.Tensor]], torch.Tensor]:
+        """What makes the normed latents, of keys and values [l, b, c] and maybe of queries [l, b, q]; rotary key."""
         kv_latent, k_pe = self.kv_a_proj_with_mqa(x_lbh).split([self.kv_rank, self.rope], dim=-1)
-        kv_latent = self.kv_a_layernorm(kv_latent)
-        from_q = x_lbh if self.q_rank is None else self.q_a_layernorm(self.q_a_proj(x_lbh))
-        return gather_sequences((from_q, kv_latent, k_pe), self.tp)
+        norms: list[Callable[[], torch.Tensor]] = [partial(self.kv_a_layernorm, kv_latent)]
+        if self.q_rank is not None:
+            norms.append(partial(self.q_a_layernorm, self.q_a_proj(x_lbh)))
+        return norms, k_pe
 
     def _up_project(
         self, from_q: torch.Tensor, latent_sbc: torch.Tensor, k_pe_sbr: torch.Tensor, rotation: torch.Tensor

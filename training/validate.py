@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.arguments import RECOMPUTE_MODULES, Arguments
+from training.arguments import DEEPSEEK, RECOMPUTE_MODULES, Arguments
 from training.failures import ConfigurationError
 from training.run_directory import earlier_run_error
 
@@ -281,8 +281,8 @@ def _check_balance(arguments: Arguments, config: DeepSeekConfig) -> Iterator[str
 
 def _check_recomputation(arguments: Arguments) -> Iterator[str]:
     modules, granularity = arguments.training.recompute_modules, arguments.training.recompute_granularity
-    if unknown := [name for name in modules if name not in RECOMPUTE_MODULES]:
-        known = " ".join(RECOMPUTE_MODULES)
+    if unknown := [name for name in modules if name not in (*RECOMPUTE_MODULES, DEEPSEEK)]:
+        known = " ".join((*RECOMPUTE_MODULES, DEEPSEEK))
         yield f"--recompute-modules {' '.join(unknown)}: unknown; there are, with spaces between them, {known}"
     if modules and granularity != "selective":
         yield (

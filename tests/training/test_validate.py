@@ -52,6 +52,7 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
     validate(arguments.replace(precision="bf16", pipeline_layers=(3, 1)), config, 8)
     validate(arguments.replace(distributed_backend="nccl"), config, 8, gpus=8)
     validate(arguments.replace(recompute_granularity="selective", recompute_modules=("moe", "moe_act")), config, 8)
+    validate(arguments.replace(recompute_granularity="selective", recompute_modules=("deepseek",)), config, 8)
     validate(arguments.replace(lr_decay_style="wsd", lr_wsd_decay_iters=20, lr_warmup_iters=10), config, 8)
 
 
