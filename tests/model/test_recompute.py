@@ -74,27 +74,27 @@ def numbers(stage: DeepSeekStage, batch: MicroBatch) -> dict[str, torch.Tensor]:
     return found | {f"load {gate.layer}": gate.load_e for gate in routers([stage])} | {"loss": loss.detach()}
 
 
-def differing(version: str, dtype: torch.dtype, seed: int) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """Runs on each rank, split by tp: by case what isn't the same to the bit, and the number of added tp calls."""
+def differing(version: str, dtype: torch.dtype, seed: int) -> tuple[dict[str, list[str]], dict[str, tuple[int, int]]]:
+    """Runs on each rank, split by tp and ep: by case what isn't the same to the bit, and added calls on tp and ep."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    config, mesh = tiny(version), Mesh.create(Layout(tp=world))
+    config, mesh = tiny(version), Mesh.create(Layout(tp=world, ep=world))
 
     def run(options: ModelOptions) -> dict[str, torch.Tensor]:
         # V2 with documents: attention then has a mask.
         return numbers(build(config, mesh, options, dtype), batch_of(config, mesh, seed, documents=version == "v2"))
 
     expected = run(NONE)
-    plain_calls = mesh.tp.ledger.calls("tp")
+    plain = [mesh.ledger.calls(axis) for axis in ("tp", "ep")]
     assert "reported aux" in expected
     if mesh.tp.is_first and version == "v3":
         assert "reported mtp_1" in expected
     wrong, added = {}, {}
     for name, options in CASES.items():
-        mesh.tp.ledger.reset()
+        mesh.ledger.reset()
         found = run(options)
         assert found.keys() == expected.keys()
         wrong[name] = [key for key in expected if not torch.equal(found[key], expected[key])]
-        added[name] = mesh.tp.ledger.calls("tp") - plain_calls
+        added[name] = (mesh.ledger.calls("tp") - plain[0], mesh.ledger.calls("ep") - plain[1])
     return wrong, added
 
 
@@ -114,7 +114,7 @@ def test_loss_and_gradients_are_the_same_to_the_bit(version: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("version", ["v3", "v2"])
-def test_loss_and_gradients_are_the_same_over_tensor_parallel_ranks(
+def test_loss_and_gradients_are_the_same_over_tensor_and_expert_parallel_ranks(
     run_ranks: Callable[..., Any], version: str, seed: int
 ) -> None:
     for wrong, added in run_ranks(2, differing, version, torch.float32, seed):
@@ -122,7 +122,9 @@ def test_loss_and_gradients_are_the_same_over_tensor_parallel_ranks(
         # A dense layer's input is gathered again; of whole blocks also latents, and a sum before what is kept last.
         blocks = tiny(version).num_layers_with_mtp
         again = {"mlp": 1, "all but moe": 1, "all": 1, "full": 2 * blocks + 1}
-        assert added == {name: again.get(name, 0) for name in CASES}
+        # Rows travel again, and what weighs them; the router's counts are kept, so ranks needn't tell them again.
+        rows = {name: 3 * (blocks - 1) for name in ("moe", "all", "full")}
+        assert added == {name: (again.get(name, 0), rows.get(name, 0)) for name in CASES}
 
 
 TWICE = {
