@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from model.attention import document_mask
 from model.microbatch import MicroBatch
 from parallel.context import chunk_spans
-from parallel.mesh import Layout, Mesh
+from parallel.mesh import Axis, Layout, Mesh
 from tests.layouts import Job, Shard, flags_of, microbatches_of_step, relative_errors, shards, train, whole
 from tests.training.test_layout_invariance import assert_same_curve, one_rank
 from training.engine import Engine
@@ -50,6 +51,18 @@ class Result:
     gradients: dict[str, Shard]
     loads: list[list[int]]
     own_tokens: float
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_mask_of_documents_has_this_ranks_rows_only(ranks: int) -> None:
+    length = 4 * 2 * ranks
+    documents = torch.randint(0, 2, (3, length)).cumsum(1)
+    seen = (documents[:, :, None] == documents[:, None]) & torch.ones(length, length, dtype=torch.bool).tril()
+    for rank in range(ranks):
+        rows = [i for start, end in chunk_spans(length, ranks, rank) for i in range(start, end)]
+        mask = document_mask(documents, Axis("cp", tuple(range(ranks)), rank))
+        assert mask.shape == (3, 1, length // ranks, length)
+        assert torch.equal(mask[:, 0], seen[:, rows])
 
 
 def documents_of_step(job: Job, vocab: int, mesh: Mesh) -> list[MicroBatch]:
@@ -88,11 +101,15 @@ def one_batch(job: Job) -> Result:
 @pytest.mark.parametrize(
     "flags",
     [
-        {"pipeline_schedule": "zb-h1"},
+        {
+            "pipeline_schedule": "zb-h1",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mla_up_proj", "layernorm"),
+        },
         {"recompute_granularity": "full"},
         {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mla_up_proj")},
     ],
-    ids=lambda flags: "-".join(map(str, flags.values())),
+    ids=["deferred weight gradients", "full", "attention"],
 )
 def test_documents_restarted_positions_and_a_rank_without_labels(
     run_ranks: Callable[..., Any], flags: dict[str, Any]
