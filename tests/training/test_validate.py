@@ -50,6 +50,8 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
     validate(arguments, config, 8)
     validate(arguments.replace(precision="bf16", pipeline_layers=(3, 1)), config, 8)
     validate(arguments.replace(distributed_backend="nccl"), config, 8, gpus=8)
+    validate(arguments.replace(context_parallel_size=2, seq_length=132), config, 8)
+    validate(arguments.replace(tensor_model_parallel_size=4, context_parallel_size=1, seq_length=132), config, 8)
     validate(arguments.replace(recompute_granularity="selective", recompute_modules=("moe", "moe_act")), config, 8)
     validate(arguments.replace(lr_decay_style="wsd", lr_wsd_decay_iters=20, lr_warmup_iters=10), config, 8)
 
@@ -114,7 +116,22 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
         ({"data_path": ("0.5", "/none/a", "/none/b")}, 8, ["weights must stand before every prefix"]),
         ({"split": "90,x"}, 8, ["--split '90,x'", "969,30,1"]),
         ({"expert_model_parallel_size": 2}, 8, ["--expert-model-parallel-size 2 isn't supported yet"]),
-        ({"context_parallel_size": 2}, 8, ["--context-parallel-size 2 isn't supported yet"]),
+        (
+            {"context_parallel_size": 3, "seq_length": 132},
+            8,
+            ["8 ranks", "tensor 2 · pipeline 2 · context 3", "multiple of 12"],
+        ),
+        (
+            {"context_parallel_size": 2, "seq_length": 130},
+            8,
+            ["--seq-length 130", "divisible by 4", "size 2", "4 chunks", "128 or 132", "aren't padded"],
+        ),
+        (
+            {"context_parallel_size": 4, "tensor_model_parallel_size": 1, "seq_length": 132},
+            8,
+            ["--seq-length 132", "divisible by 8", "size 4", "8 chunks", "128 or 136"],
+        ),
+        ({"context_parallel_size": 2, "seq_length": 3}, 8, ["--seq-length 3", "divisible by 4", "use 4"]),
         ({"train_iters": 0, "lr_warmup_iters": 0, "lr_decay_style": "constant"}, 8, ["--train-iters 0", "at least 1"]),
         ({"lr": float("nan")}, 8, ["--lr nan must be a finite number"]),
         ({"lr": float("inf")}, 8, ["--lr inf must be a finite number"]),
