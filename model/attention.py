@@ -1,8 +1,8 @@
-"""Multi-head latent attention: small latents are gathered over tp, heads are split over it.
+"""Multi-head latent attention: small latents are gathered over tp and cp, heads are split over tp, queries over cp.
 
 Lives here: MLA of DeepSeek-V2 (2405.04434, section 2.1), with and without q LoRA. May import `kernels` and `parallel`.
-Shapes: s sequence, l = s/tp this rank's part of it, b batch, h hidden, n heads of this rank, q latent of queries, c
-latent of keys and values, r rotated width, d qk_nope width, v value width.
+Shapes: s sequence, p = s/cp its part on the ranks of one tp group, l = p/tp this rank's, b batch, h hidden, n heads of
+this rank, q latent of queries, c latent of keys and values, r rotated width, d qk_nope width, v value width.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from kernels.latent_heads import Heads, latent_heads
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
 from parallel.comm import gather_sequences
-from parallel.mesh import Mesh
+from parallel.context import chunk_spans, context_part, gather_context
+from parallel.mesh import Axis, Mesh
 from parallel.recompute import discard, recomputed
 from parallel.tensor import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, SequenceRMSNorm
 
 
 class LatentAttention(nn.Module):
-    """[s/tp, b, h] -> [s/tp, b, h]. Communicates over tp: one gather of the latents, one reduce-scatter of the output.
+    """[l, b, h] -> [l, b, h]. Gathers latents over tp and then those of keys over cp; reduce-scatters output over tp.
 
-    With q LoRA only q + c + r values a token are gathered (V3: 1536 + 576 of 7168); without it queries need the hidden
-    states. recompute: what is computed again in backward: "core_attn" attention itself, "mla_up_proj" queries, keys and
-    values from the latents, "layernorm" the normed latents, unless they were gathered: those are kept, since making
-    them again would communicate.
+    With q LoRA only q + c + r values a token are gathered over tp (V3: 1536 + 576 of 7168); without it queries need the
+    hidden states. Over cp it is c + r values: every cp rank makes all keys from them and has its own queries only. That
+    is exact and needs no ring, for about 20 % more work in a layer of V3 at cp 8. recompute: what is computed again in
+    backward: "core_attn" attention itself, "mla_up_proj" queries, keys and values from the latents, "layernorm" the
+    normed latents where they aren't gathered: gathered ones are kept, since they would have to travel again.
     """
 
     def __init__(self, config: DeepSeekConfig, mesh: Mesh, recompute: tuple[str, ...] = ()):
         super().__init__()
         self.attend = partial(recomputed, attention) if "core_attn" in recompute else attention
         self.discard_heads = "mla_up_proj" in recompute
-        self.discard_latents = "layernorm" in recompute and mesh.tp.size == 1
-        self.tp = mesh.tp
+        self.discard_latents = "layernorm" in recompute and mesh.sequence.size == 1
+        self.tp, self.cp = mesh.tp, mesh.cp
         self.heads = config.num_attention_heads // mesh.tp.size
         self.q_rank, self.kv_rank, self.rope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
         self.scale = config.softmax_scale
@@ -56,19 +58,19 @@ class LatentAttention(nn.Module):
         self.o_proj = RowParallelLinear(all_heads * config.v_head_dim, hidden, mesh)
 
     def forward(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        assert batch.rotation is not None
         norms, k_pe = self._down_project(x_lbh)
         normed = [norm() for norm in norms]
         from_q = x_lbh if self.q_rank is None else normed[1]
-        from_q, latent_sbc, k_pe_sbr = gather_sequences((from_q, normed[0], k_pe), self.tp)
-        up_project = partial(self._up_project, from_q, latent_sbc, k_pe_sbr, batch.rotation)
+        from_q, latent_sbc, k_pe_sbr = self._gather(from_q, normed[0], k_pe)
+        up_project = partial(self._up_project, from_q, latent_sbc, k_pe_sbr, batch)
         heads = up_project()
-        out_sbm = self.attend(*heads, self.scale, batch.attention_mask)
+        ends = [end for _, end in chunk_spans(latent_sbc.shape[0], self.cp.size, self.cp.rank)]
+        out_pbm = self.attend(*heads, self.scale, batch.attention_mask, ends)
         if self.discard_latents:
-            discard(normed, lambda: [norm() for norm in norms], consumed=out_sbm)
+            discard(normed, lambda: [norm() for norm in norms], consumed=out_pbm)
         if self.discard_heads:  # after the latents: they come back in this order, and heads are made of them
-            discard(heads, up_project, consumed=out_sbm)
-        return self.o_proj(out_sbm)
+            discard(heads, up_project, consumed=out_pbm)
+        return self.o_proj(out_pbm)
 
     def _down_project(self, x_lbh: torch.Tensor) -> tuple[list[Callable[[], torch.Tensor]], torch.Tensor]:
         """What makes the normed latents, of keys and values [l, b, c] and maybe of queries [l, b, q]; rotary key."""
@@ -78,17 +80,24 @@ class LatentAttention(nn.Module):
             norms.append(partial(self.q_a_layernorm, self.q_a_proj(x_lbh)))
         return norms, k_pe
 
+    def _gather(self, from_q: torch.Tensor, kv_latent: torch.Tensor, k_pe: torch.Tensor) -> list[torch.Tensor]:
+        """Of queries [p, b, q], or hidden states; of keys and values [s, b, c]; rotary key [s, b, r]."""
+        from_q, kv_latent, k_pe = gather_sequences((from_q, kv_latent, k_pe), self.tp)
+        return [from_q, *gather_context((kv_latent, k_pe), self.cp)]
+
     def _up_project(
-        self, from_q: torch.Tensor, latent_sbc: torch.Tensor, k_pe_sbr: torch.Tensor, rotation: torch.Tensor
+        self, from_q: torch.Tensor, latent_sbc: torch.Tensor, k_pe_sbr: torch.Tensor, batch: MicroBatch
     ) -> Heads:
-        """Rotated queries [s, b, n, d+r], keys [s, b, n, d+r] and values [s, b, n, v]; doesn't communicate."""
+        """Rotated queries [p, b, n, d+r], keys [s, b, n, d+r] and values [s, b, n, v]; doesn't communicate."""
+        assert batch.q_rotation is not None and batch.k_rotation is not None
         queries = self.q_proj if self.q_rank is None else self.q_b_proj
-        return latent_heads(queries(from_q), self.kv_b_proj(latent_sbc), k_pe_sbr, rotation, self.heads)
+        rotations = batch.q_rotation, batch.k_rotation
+        return latent_heads(queries(from_q), self.kv_b_proj(latent_sbc), k_pe_sbr, *rotations, self.heads)
 
 
-def document_mask(documents_bs: torch.Tensor) -> torch.Tensor:
-    """Causal attention within documents: bool [b, 1, s, s], True where query (row) may see key (column)."""
-    length = documents_bs.shape[1]
-    same = documents_bs.unsqueeze(2) == documents_bs.unsqueeze(1)
-    causal = torch.ones(length, length, dtype=torch.bool, device=documents_bs.device).tril()
+def document_mask(documents_bs: torch.Tensor, cp: Axis) -> torch.Tensor:
+    """Causal attention within documents: bool [b, 1, s/cp, s], True where query (row, of this cp rank) may see key."""
+    place_s = torch.arange(documents_bs.shape[1], device=documents_bs.device)
+    same = context_part(documents_bs, cp, dim=1).unsqueeze(2) == documents_bs.unsqueeze(1)
+    causal = context_part(place_s, cp, dim=0).unsqueeze(1) >= place_s
     return (same & causal).unsqueeze(1)

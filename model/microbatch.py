@@ -48,7 +48,9 @@ class Routing:
 class MicroBatch:
     """tokens, labels, positions int64 [b, s]; loss_mask fp32 [b, s]; documents int64 [b, s] or None (no borders).
 
-    labels[:, i] is the token after tokens[:, i]. denominators: set by `set_denominators` before the first forward.
+    labels[:, i] is the token after tokens[:, i]. All are of the whole sequence on every context rank, which cuts its
+    part where it uses them: what MTP shifts is then right at the borders. denominators: set by `set_denominators`
+    before the first forward; q_rotation, k_rotation: of this rank's queries, of all keys.
     """
 
     tokens: torch.Tensor
@@ -57,7 +59,8 @@ class MicroBatch:
     positions: torch.Tensor
     documents: torch.Tensor | None = None
     denominators: Denominators | None = None
-    rotation: torch.Tensor | None = None
+    q_rotation: torch.Tensor | None = None
+    k_rotation: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
     routing: dict[int, Routing] = field(default_factory=dict)
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -78,7 +81,7 @@ class MicroBatch:
 
     def finished(self) -> None:
         """Its last forward and backward on this rank are over: free what the layers left behind for later."""
-        self.rotation = self.attention_mask = None
+        self.q_rotation = self.k_rotation = self.attention_mask = None
         self.routing.clear()
 
     def mtp_tokens(self, depth: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Shard:
 
 @dataclass
 class Curve:
-    """One rank's record of a run. first_*: of step 1; loads, margins: by layer, for every step."""
+    """One rank's record of a run. first_*: of step 1; loads, margins: by layer, for every step; dropped: shares."""
 
     losses: list[dict[str, float]]
     norms: list[float]
@@ -67,6 +67,7 @@ class Curve:
     loads: list[dict[int, list[int]]]
     margins: list[dict[int, float]]
     biases: dict[int, list[float]]
+    dropped: list[float] = field(default_factory=list)
 
 
 def flags_of(job: Job) -> Arguments:
@@ -176,6 +177,7 @@ def train(job: Job) -> Curve:
         curve.norms.append(result.grad_norm)
         curve.loads.append(dict(zip(engine.moe_layers, result.expert_loads.tolist(), strict=True)))
         curve.margins.append(dict(margins))
+        curve.dropped.append(result.dropped_share)
         if step == 0:
             for router in engine.routers:
                 curve.biases[router.layer] = router.e_score_correction_bias.tolist() if config.has_router_bias else []

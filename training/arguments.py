@@ -101,7 +101,7 @@ class ParallelArguments:
     pipeline_model_parallel_size: int = 1
     """Ranks that split the layers."""
     context_parallel_size: int = 1
-    """Ranks that split each sequence in attention."""
+    """Ranks that split each sequence, in 2 chunks each; --seq-length must divide, there is no padding."""
     expert_model_parallel_size: int = 1
     """Ranks that share the routed experts of a layer."""
     pipeline_schedule: Literal[
@@ -131,7 +131,7 @@ class TrainingArguments:
     global_batch_size: int = 8
     """Sequences of one optimizer step over all ranks: a multiple of micro-batch size · data parallel size."""
     seq_length: int = 512
-    """Tokens of a sequence."""
+    """Tokens of a sequence: a multiple of tensor · context parallel size, and of 2 · context size above 1."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Numbers of weights and activations; bf16 keeps fp32 master weights and gradients."""
     recompute_granularity: Literal["none", "full", "selective"] = "none"

@@ -214,6 +214,6 @@ class Engine:
         return self._schedules[key]
 
     def _shape(self, microbatches: Sequence[MicroBatch]) -> torch.Size:
-        """Of the activations between stages: [s/tp, b, h]."""
+        """Of the activations between stages: [s/(cp·tp), b, h]."""
         batch, length = microbatches[0].tokens.shape
-        return torch.Size((length // self.mesh.tp.size, batch, self.config.hidden_size))
+        return torch.Size((length // self.mesh.sequence.size, batch, self.config.hidden_size))

@@ -197,7 +197,9 @@ _LINES = {
     "overlap-moe-expert-parallel-comm moe-hybridep-*": (
         "not there yet: every rank holds its stage's experts, so no token travels to another rank"
     ),
-    "cp-comm-type hierarchical-context-parallel-sizes": "not there yet: use --context-parallel-size 1",
+    "cp-comm-type hierarchical-context-parallel-sizes": (
+        "leave it out: --context-parallel-size gathers the keys' latents, always in one message"
+    ),
     "tp-comm-* disable-tp-comm-*": "not there yet: tensor-parallel messages don't overlap with matrix products",
     "train-data-path valid-data-path test-data-path multiple-validation-sets validation-set-names": (
         "not there yet: use --data-path, and --split for the shares of training, validation and test"

@@ -176,15 +176,13 @@ def _check_experts(arguments: Arguments, config: DeepSeekConfig, world_size: int
         return
     stage, experts = world_size // pp, config.n_routed_experts
     fitting = _divisors(experts if world_size % pp else math.gcd(stage, experts))
+    fix = f"use one of {fitting}" if fitting != "1" else "use 1"
     if experts % ep:
-        yield (
-            f"--expert-model-parallel-size {ep} doesn't divide the model's {experts} routed experts: use one of "
-            f"{fitting}"
-        )
+        yield (f"--expert-model-parallel-size {ep} doesn't divide the model's {experts} routed experts: {fix}")
     if world_size % pp == 0 and stage % ep:
         yield (
             f"--expert-model-parallel-size {ep} doesn't divide the {stage} ranks of a pipeline stage ({world_size} "
-            f"ranks / pipeline {pp}), which share the experts: use one of {fitting}"
+            f"ranks / pipeline {pp}), which share the experts: {fix}"
         )
 
 
@@ -255,8 +253,6 @@ def _check_not_yet(arguments: Arguments) -> Iterator[str]:
     """Flags whose meaning is fixed (groups, checks) but which the model can't run with yet."""
     if arguments.training.deepspeed_config is not None:
         yield f"--deepspeed-config {arguments.training.deepspeed_config} isn't supported yet: leave it out"
-    if (cp := arguments.parallel.context_parallel_size) > 1:
-        yield f"--context-parallel-size {cp} isn't supported yet: use 1, or split sequences by tensor parallelism"
 
 
 def _check_balance(arguments: Arguments, config: DeepSeekConfig) -> Iterator[str]:
@@ -293,8 +289,12 @@ def _check_recomputation(arguments: Arguments) -> Iterator[str]:
 
 def _check_batches(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
     training, parallel = arguments.training, arguments.parallel
-    tp, longest = parallel.tensor_model_parallel_size, config.max_position_embeddings
-    model_ranks = tp * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    tp, cp, longest = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        config.max_position_embeddings,
+    )
+    model_ranks = tp * parallel.pipeline_model_parallel_size * cp
     micro, whole, length = training.micro_batch_size, training.global_batch_size, training.seq_length
     if min(model_ranks, micro, whole, length) < 1:
         return  # said already
@@ -305,7 +305,14 @@ def _check_batches(arguments: Arguments, config: DeepSeekConfig, world_size: int
                 f"--global-batch-size {whole} isn't a multiple of {micro * dp} = --micro-batch-size {micro} · data "
                 f"parallel size {dp}: use {_multiples_around(whole, micro * dp)}, or change the others"
             )
-    if length % tp:
+    unit = cp * math.lcm(2, tp) if cp > 1 else tp
+    if length % unit and cp > 1:
+        yield (
+            f"--seq-length {length} isn't divisible by {unit}, as --context-parallel-size {cp} cuts it into {2 * cp} "
+            f"chunks and --tensor-model-parallel-size {tp} each rank's two into {tp}: use "
+            f"{_multiples_around(length, unit)}, or change these sizes; sequences aren't padded"
+        )
+    elif length % unit:
         yield (
             f"--seq-length {length} isn't divisible by --tensor-model-parallel-size {tp}, which splits the sequence "
             f"between blocks: use {_multiples_around(length, tp)}"

@@ -77,3 +77,19 @@ def test_unbalanced_batches_have_the_same_loss(run_ranks: RunRanks, case: str, c
             assert load[expert] == (tokens if bonus > 0 else 0)
     found = run_ranks(2, train, dataclasses.replace(job, layout=Layout(ep=2, tp=2)))
     assert_same_curve(found, reference, "sgd", capsys)
+
+
+@pytest.mark.parametrize("level", ["expert", "device"])
+def test_choices_are_dropped_alike_where_ranks_have_the_same_tokens(
+    run_ranks: RunRanks, level: str, capsys: Any
+) -> None:
+    """A capacity counts over a rank's tokens of a micro-batch: data parallelism doesn't change those."""
+    flags = {"moe_expert_capacity_factor": 0.8, "moe_token_drop_level": level}
+    job = job_of("tiny_v3")
+    job = dataclasses.replace(job, flags=job.flags | flags)
+    reference = run_ranks(1, train, job)
+    assert min(reference[0].dropped) > 0.05
+    found = run_ranks(2, train, dataclasses.replace(job, layout=Layout(ep=2)))
+    assert_same_curve(found, reference, "sgd", capsys)
+    for curve in found:
+        assert curve.dropped[0] == reference[0].dropped[0]

@@ -51,6 +51,8 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
     validate(arguments, config, 8)
     validate(arguments.replace(precision="bf16", pipeline_layers=(3, 1)), config, 8)
     validate(arguments.replace(distributed_backend="nccl"), config, 8, gpus=8)
+    validate(arguments.replace(context_parallel_size=2, seq_length=132), config, 8)
+    validate(arguments.replace(tensor_model_parallel_size=4, context_parallel_size=1, seq_length=132), config, 8)
     validate(arguments.replace(recompute_granularity="selective", recompute_modules=("moe", "moe_act")), config, 8)
     validate(arguments.replace(recompute_granularity="selective", recompute_modules=("deepseek",)), config, 8)
     validate(arguments.replace(lr_decay_style="wsd", lr_wsd_decay_iters=20, lr_warmup_iters=10), config, 8)
@@ -130,7 +132,22 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
             12,
             ["3 doesn't divide the model's 8 routed experts", "use one of 1, 2"],
         ),
-        ({"context_parallel_size": 2}, 8, ["--context-parallel-size 2 isn't supported yet"]),
+        (
+            {"context_parallel_size": 3, "seq_length": 132},
+            8,
+            ["8 ranks", "tensor 2 · pipeline 2 · context 3", "multiple of 12"],
+        ),
+        (
+            {"context_parallel_size": 2, "seq_length": 130},
+            8,
+            ["--seq-length 130", "divisible by 4", "size 2", "4 chunks", "128 or 132", "aren't padded"],
+        ),
+        (
+            {"context_parallel_size": 4, "tensor_model_parallel_size": 1, "seq_length": 132},
+            8,
+            ["--seq-length 132", "divisible by 8", "size 4", "8 chunks", "128 or 136"],
+        ),
+        ({"context_parallel_size": 2, "seq_length": 3}, 8, ["--seq-length 3", "divisible by 4", "use 4"]),
         ({"train_iters": 0, "lr_warmup_iters": 0, "lr_decay_style": "constant"}, 8, ["--train-iters 0", "at least 1"]),
         ({"lr": float("nan")}, 8, ["--lr nan must be a finite number"]),
         ({"lr": float("inf")}, 8, ["--lr inf must be a finite number"]),
