@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -148,11 +149,12 @@ def test_ranks_of_v3s_first_and_last_stage_hold_their_layers_once() -> None:
 
 @pytest.mark.full
 def test_shards_of_all_2048_ranks_add_up_to_v3() -> None:
-    config = published("deepseek_v3")
+    config, started = published("deepseek_v3"), time.process_time()
     found = shards(config, V3_LAYOUT, V3_WORLD, range(V3_WORLD))
     assert_whole(found, V3_LAYOUT, V3_WORLD, stages=V3_LAYOUT.pp)
     assert {name: held.shape for name, held in found.items()} == parameters_of(config)
     assert elements(found) == parameter_count(config).total + parameter_count(config).mtp == 682_636_472_320
+    assert time.process_time() - started < 120  # of this process, whatever else the machine does
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, ep=4), Layout(tp=4, pp=3, ep=2)], ids=str)
