@@ -1,6 +1,7 @@
 """SwiGLU feed-forward layers: tensor-parallel for dense blocks, whole on every tp rank for shared experts.
 
-Lives here: two small modules. May import `kernels` and `parallel`. Source: 2002.05202.
+Lives here: two small modules. May import `kernels` and `parallel`. Source: 2002.05202. Shapes: l = s/(cp·tp) this rank's
+part of the sequence, b batch, h hidden, i inner width.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from parallel.tensor import ColumnParallelLinear, ReplicatedLinear, RowParallelL
 
 
 class DenseMLP(nn.Module):
-    """Intermediate size split over tp: [s/tp, b, h] -> [s/tp, b, h]; gathers x, reduce-scatters the output over tp."""
+    """Intermediate size split over tp: [l, b, h] -> [l, b, h]; gathers x, reduce-scatters the output over tp."""
 
     def __init__(self, hidden: int, intermediate: int, mesh: Mesh):
         super().__init__()
@@ -42,9 +43,9 @@ class SharedExpert(nn.Module):
         return self.outer(self.inner(x_lbh))
 
     def inner(self, x_lbh: torch.Tensor) -> torch.Tensor:
-        """[s/tp, b, h] -> [s/tp, b, i]."""
+        """[l, b, h] -> [l, b, i]."""
         return swiglu(self.gate_up_proj(x_lbh))
 
     def outer(self, inner_lbi: torch.Tensor) -> torch.Tensor:
-        """[s/tp, b, i] -> [s/tp, b, h]."""
+        """[l, b, i] -> [l, b, h]."""
         return self.down_proj(inner_lbi)
