@@ -1,7 +1,7 @@
 """SwiGLU feed-forward layers: tensor-parallel for dense blocks, whole on every tp rank for shared experts.
 
-Lives here: two small modules. May import `kernels` and `parallel`. Source: 2002.05202. Shapes: l = s/(cp·tp) this rank's
-part of the sequence, b batch, h hidden, i inner width.
+Lives here: two small modules. May import `kernels` and `parallel`. Source: 2002.05202.
+Shapes: l = s/(cp·tp) this rank's part of the sequence, b batch, h hidden, i inner width.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mixture of experts: routed experts behind their router, beside shared ones.
 
 Lives here: expert computation. May import `kernels` and `parallel`; who goes where is decided in `router`.
-Shapes: l = s/(cp·tp) this rank's part of the sequence, b sequences, t = l·b tokens, e experts, k choices a token, r rows
-(those of this rank's tokens, then those that its experts got), u runs of rows of one expert.
+Shapes: l = s/(cp·tp) this rank's part of the sequence, b sequences, t = l·b tokens, e experts, k choices a token, r
+rows (those of this rank's tokens, then those that its experts got), u runs of rows of one expert.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts and sequences across ranks: one rank's loss, gradients, counts and router bias, also of unbalanced batches."""
+"""Experts and sequences across ranks: one rank's loss, gradients, counts and router bias; unbalanced batches too."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "config"), CASES)
-def test_same_loss_with_experts_and_sequences_across_ranks(
+def test_same_loss_of_experts_and_sequences_across_ranks(
     run_ranks: RunRanks, layout: str, config: str, capsys: Any
 ) -> None:
     ranks, axes = LAYOUTS[layout]
