@@ -1,6 +1,7 @@
 """SwiGLU feed-forward layers: tensor-parallel for dense blocks, whole on every tp rank for shared experts.
 
 Lives here: two small modules. May import `kernels` and `parallel`. Source: 2002.05202.
+Shapes: l = s/(cp·tp) this rank's part of the sequence, b batch, h hidden, i inner width.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from parallel.tensor import ColumnParallelLinear, ReplicatedLinear, RowParallelL
 
 
 class DenseMLP(nn.Module):
-    """Intermediate size split over tp: [s/tp, b, h] -> [s/tp, b, h]; gathers x, reduce-scatters the output over tp.
+    """Intermediate size split over tp: [l, b, h] -> [l, b, h]; gathers x, reduce-scatters the output over tp.
 
     discard_inner: the activation's output isn't kept but computed again in backward.
     """
@@ -47,11 +48,11 @@ class SharedExpert(nn.Module):
         return self.outer(self.inner(x_lbh))
 
     def inner(self, x_lbh: torch.Tensor) -> torch.Tensor:
-        """Gate and up: [s/tp, b, h] -> [s/tp, b, 2i]."""
+        """Gate and up: [l, b, h] -> [l, b, 2i]."""
         return self.gate_up_proj(x_lbh)
 
     def outer(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[s/tp, b, 2i] -> [s/tp, b, h]."""
+        """[l, b, 2i] -> [l, b, h]."""
         return _activate(gate_up, self.down_proj, self.discard_inner)
 
 

@@ -1,8 +1,8 @@
 """Mixture of experts: routed experts behind their router, beside shared ones.
 
 Lives here: expert computation. May import `kernels` and `parallel`; who goes where is decided in `router`.
-Shapes: l = s/tp this rank's part of the sequence, b sequences, t = l·b tokens, e experts, k choices a token, r rows
-(those of this rank's tokens, then those that its experts got), u runs of rows of one expert.
+Shapes: l = s/(cp·tp) this rank's part of the sequence, b sequences, t = l·b tokens, e experts, k choices a token, r
+rows (those of this rank's tokens, then those that its experts got), u runs of rows of one expert.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RoutedExperts(nn.Module):
 
 
 class MoE(nn.Module):
-    """y = Σᵢ wᵢ Eᵢ(x) + Shared(x) for this rank's tokens: [s/tp, b, h] -> [s/tp, b, h].
+    """y = Σᵢ wᵢ Eᵢ(x) + Shared(x) for this rank's tokens: [l, b, h] -> [l, b, h].
 
     Rows travel over ep to the ranks that hold their experts, and back; the shared expert is computed meanwhile.
     recompute: what is computed again in backward: "moe_act" the routed experts' activation, "shared_experts", or of

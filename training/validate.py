@@ -307,10 +307,10 @@ def _check_batches(arguments: Arguments, config: DeepSeekConfig, world_size: int
             )
     unit = cp * math.lcm(2, tp) if cp > 1 else tp
     if length % unit and cp > 1:
+        parts = f", and --tensor-model-parallel-size {tp} each rank's two of them into {tp} parts" if tp > 1 else ""
         yield (
             f"--seq-length {length} isn't divisible by {unit}, as --context-parallel-size {cp} cuts it into {2 * cp} "
-            f"chunks and --tensor-model-parallel-size {tp} each rank's two into {tp}: use "
-            f"{_multiples_around(length, unit)}, or change these sizes; sequences aren't padded"
+            f"chunks{parts}: use {_multiples_around(length, unit)}, or change these sizes; sequences aren't padded"
         )
     elif length % unit:
         yield (

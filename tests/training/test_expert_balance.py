@@ -99,11 +99,12 @@ def test_every_rank_knows_what_all_ranks_sent_chose_and_dropped(run_ranks: Calla
     ranks = run_ranks(4, steps_with_ledger, Job(layout=Layout(tp=2, pp=2), flags=flags))
     for step in range(2):
         results, totals, counts = zip(*(found[step] for found in ranks), strict=True)
-        assert all(result.sent_bytes == totals[0] for result in results) and totals[0] == ranks[0][0][1]
+        assert all(result.sent_bytes == totals[0] for result in results)
         assert totals[0].keys() == {"tp", "pp", "stage", "sequence", "world", "copies"}
-        # On two columns of ranks: 4 micro-batches of [48/2, 1, 256] in fp32, there and back; then from each rank the
-        # counts of 4 layers and a part of the norm.
-        assert totals[0]["pp"] == 2 * (2 * 4 * 24 * 256 * 4 + 2 * (4 * 9 * 8 + 4))
+        # On two columns of ranks: 4 micro-batches of [48/2, 1, 256] in fp32, there and back; from each rank the counts
+        # of 4 layers; before the first step a number on each channel, which connects it. The validation isn't in it.
+        assert totals[0]["pp"] == 2 * (2 * 4 * 24 * 256 * 4 + 2 * 4 * 9 * 8 + (2 * 4 if step == 0 else 0))
+        assert {axis: totals[0][axis] for axis in totals[0].keys() - {"pp"}}.items() <= ranks[0][0][1].items()
         summed = defaultdict(lambda: [0] * 9)
         for own in counts:
             for layer, numbers in own.items():

@@ -102,6 +102,10 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
         ({"pipeline_costs": (1.0, 1.0, 1.0)}, 8, ["--pipeline-costs", "auto", "leave it out"]),
         ({"pipeline_schedule": "auto", "pipeline_costs": (1.0, -1.0, 1.0)}, 8, ["1,-1,1", "1,1.2,0.8"]),
         ({"pipeline_memory_limit": 2.0}, 8, ["--pipeline-memory-limit", "auto", "leave it out"]),
+        ({"moe_z_loss_coeff": -1.0}, 8, ["--moe-z-loss-coeff -1.0", "not be negative"]),
+        ({"moe_expert_capacity_factor": 0.0}, 8, ["--moe-expert-capacity-factor 0.0", "above 0"]),
+        ({"moe_token_drop_policy": "position"}, 8, ["policy position", "--moe-expert-capacity-factor"]),
+        ({"moe_token_drop_level": "device"}, 8, ["level device", "--moe-expert-capacity-factor"]),
         ({"global_batch_size": 9}, 8, ["9", "multiple of 2 =", "size 1", "data parallel size 2", "8 or 10"]),
         ({"global_batch_size": 1}, 8, ["--global-batch-size 1 ", "use 2"]),
         ({"seq_length": 129}, 8, ["129", "size 2", "128 or 130"]),
@@ -248,3 +252,24 @@ def test_model_flags_change_the_configuration() -> None:
     changed = read_model_config(Arguments().replace(model=str(TINY), init_method_std=0.5, aux_loss_alpha=0.0))
     assert plain == DeepSeekConfig.from_file(TINY)
     assert changed == dataclasses.replace(plain, initializer_range=0.5, aux_loss_alpha=0.0)
+
+
+def test_what_balances_experts_needs_experts_and_what_balances_groups_needs_groups(
+    arguments: Arguments, config: DeepSeekConfig
+) -> None:
+    by_group = dict(moe_device_level_aux_loss_coeff=0.05, moe_comm_aux_loss_coeff=0.02, moe_token_drop_level="device")
+    asked = arguments.replace(**by_group, moe_expert_capacity_factor=1.0, moe_z_loss_coeff=1e-3, aux_loss_alpha=0.1)
+    validate(asked, config, 8)
+    told = errors(asked, dataclasses.replace(config, n_group=1, topk_group=1))
+    flags = (
+        "--moe-device-level-aux-loss-coeff 0.05",
+        "--moe-comm-aux-loss-coeff 0.02",
+        "--moe-token-drop-level device",
+    )
+    assert [error.partition(" needs groups")[0] for error in told] == list(flags)
+    assert all("n_group 1, topk_method noaux_tc" in error for error in told)
+    v2 = DeepSeekConfig.from_file(TINY.with_name("tiny_v2.json"))
+    assert len(errors(asked, dataclasses.replace(v2, n_group=4))) == 3  # greedy doesn't look at them
+    dense = dataclasses.replace(config, first_k_dense_replace=4, num_nextn_predict_layers=0)
+    told = errors(asked, dense)
+    assert len(told) == 6 and all("needs experts and no layer of the model has any" in error for error in told)
