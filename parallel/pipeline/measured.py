@@ -108,6 +108,7 @@ def write_measured(directory: Path, measured: Measured) -> tuple[Path, Path]:
             "placement": schedule.placement,
             "promised_peak": schedule.promised_peak,
             "actions": [[str(action) for action in row] for row in schedule.actions],
+            "together": schedule.together,
         },
         "spans": [[[round(time, 9) for time in span] for span in row] for row in measured.timeline.spans],
     }
@@ -136,9 +137,9 @@ def read_measured(path: Path) -> Measured:
         content = json.loads(path.read_text(encoding="utf-8"))
         told = content["schedule"]
         rows = tuple(tuple(map(_action, row)) for row in told["actions"])
-        schedule = Schedule(
-            told["name"], told["microbatches"], tuple(told["placement"]), rows, promised_peak=told["promised_peak"]
-        )
+        together = tuple(map(tuple, told.get("together", ())))  # files of older runs don't have it
+        placement = tuple(told["placement"])
+        schedule = Schedule(told["name"], told["microbatches"], placement, rows, told["promised_peak"], together)
         check(schedule)
         spans = tuple(tuple(Span(float(start), float(end)) for start, end in row) for row in content["spans"])
         if list(map(len, spans)) != list(map(len, rows)):
