@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from parallel.comm import all_reduce_
+from parallel.expert import Traffic
 from parallel.mesh import Mesh
 
 
@@ -31,12 +32,13 @@ class Routing:
     """A layer's choice for one micro-batch, kept so that recomputation neither chooses, counts nor communicates again.
 
     expert_tk: int64 [tokens here, k]; counts_be: [b, experts] choices among this rank's tokens; sequence_counts_be:
-    the same over the whole sequence (None without auxiliary loss).
+    the same over the whole sequence (None without auxiliary loss); traffic: which rows travel to which rank.
     """
 
     expert_tk: torch.Tensor
     counts_be: torch.Tensor
     sequence_counts_be: torch.Tensor | None
+    traffic: Traffic
 
 
 @dataclass(eq=False)

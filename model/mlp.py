@@ -28,7 +28,10 @@ class DenseMLP(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """An expert that every token visits; like routed experts it isn't tensor-split and sees this rank's tokens only."""
+    """An expert that every token visits; like routed experts it isn't tensor-split and sees this rank's tokens only.
+
+    Its two halves can be called apart, with something else between them.
+    """
 
     def __init__(self, hidden: int, intermediate: int):
         super().__init__()
@@ -36,4 +39,12 @@ class SharedExpert(nn.Module):
         self.down_proj = ReplicatedLinear(intermediate, hidden)
 
     def forward(self, x_lbh: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_up_proj(x_lbh)))
+        return self.outer(self.inner(x_lbh))
+
+    def inner(self, x_lbh: torch.Tensor) -> torch.Tensor:
+        """[s/tp, b, h] -> [s/tp, b, i]."""
+        return swiglu(self.gate_up_proj(x_lbh))
+
+    def outer(self, inner_lbi: torch.Tensor) -> torch.Tensor:
+        """[s/tp, b, i] -> [s/tp, b, h]."""
+        return self.down_proj(inner_lbi)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch, Routing
 from parallel.comm import all_reduce_
+from parallel.expert import plan_traffic
 from parallel.mesh import Mesh
 from parallel.sharding import Sharding
 
@@ -33,7 +34,7 @@ class Router(nn.Module):
     def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int):
         super().__init__()
         self.config = config
-        self.sequence = mesh.sequence
+        self.sequence, self.ep = mesh.sequence, mesh.ep
         self.layer = layer
         experts = config.n_routed_experts
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
@@ -82,7 +83,7 @@ class Router(nn.Module):
         if config.aux_loss_kind != "none":
             sequence_counts_be = counts_be.clone()
             all_reduce_(sequence_counts_be, self.sequence)
-        return Routing(expert_tk, counts_be, sequence_counts_be)
+        return Routing(expert_tk, counts_be, sequence_counts_be, plan_traffic(counts_be.sum(0).long(), self.ep))
 
     def _auxiliary_loss(
         self, scores_te: torch.Tensor, routing: Routing, shape: torch.Size, batch: MicroBatch

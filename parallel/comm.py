@@ -1,12 +1,14 @@
 """The one file that calls torch.distributed's collectives; each takes an `Axis`, and an axis of one rank is a no-op.
 
-Lives here: plain collectives, and the named autograd pairs of sequence-parallel tensor parallelism (Korthikanti et al.,
-2205.05198: g gathers forward and reduce-scatters backward, ḡ the reverse). May import `parallel.mesh` only.
+Lives here: plain collectives, and named autograd pairs: of sequence-parallel tensor parallelism (Korthikanti et al.,
+2205.05198: g gathers forward and reduce-scatters backward, ḡ the reverse), and of rows that travel to other ranks while
+something else is computed. May import `parallel.mesh` only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -96,6 +98,18 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     block = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     _reduce_scatter_into(block, x.contiguous(), group=axis.group)
     return block
+
+
+def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Block i of dimension 0 goes to the axis's rank i, block i of the result comes from it: [size * n, ...], alike."""
+    if axis.group is None:
+        return x
+    if x.shape[0] % axis.size:
+        raise ValueError(f"all_to_all over {axis.name}: {x.shape[0]} rows do not divide by {axis.size} ranks")
+    axis.ledger.add(axis.name, "all_to_all", _bytes(x) * (axis.size - 1) / axis.size)
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _all_to_all(received, x.contiguous(), axis)
+    return received
 
 
 def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
@@ -203,3 +217,75 @@ def scatter_sequence_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     For the output of row-parallel layers: each rank holds a partial sum of the whole sequence.
     """
     return x if axis.size == 1 else _ScatterSequenceSum.apply(x, axis)
+
+
+@dataclass
+class Exchange:
+    """Rows on their way between the ranks of an axis: one way in forward, back in backward.
+
+    sent, received: how many rows go to and come from each of the axis's ranks. Ranks must agree: what one sends another
+    one receives.
+    """
+
+    axis: Axis
+    sent: list[int]
+    received: list[int]
+    _under_way: list[tuple[Work, torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False)
+
+    def launch(self, rows: Sequence[torch.Tensor], back: bool) -> None:
+        """Send the rows of each tensor. back: from where rows were received to where they came from."""
+        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
+        for leaving in map(torch.Tensor.contiguous, rows):
+            away = (leaving.shape[0] - sent[self.axis.rank]) * leaving[0:1].nbytes
+            self.axis.ledger.add(self.axis.name, "all_to_all", away)
+            arriving = leaving.new_empty((sum(received), *leaving.shape[1:]))
+            work = dist.all_to_all_single(arriving, leaving, received, sent, group=self.axis.group, async_op=True)
+            self._under_way.append((work, arriving, leaving))
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """What has arrived, by source rank. Blocks until it has (NCCL: the device's stream does)."""
+        for work, _, _ in self._under_way:
+            work.wait()
+        arrived = tuple(arriving for _, arriving, _ in self._under_way)
+        self._under_way.clear()
+        return arrived
+
+
+class _StartExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
+        exchange.launch(rows, back=False)
+        # Stand for what is under way, and take no memory.
+        return tuple(x.new_zeros(()).expand(sum(exchange.received), *x.shape[1:]) for x in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.exchange.wait()
+
+
+class _FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
+        return exchange.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.exchange.launch(grads, back=True)
+        return None, *grads  # stand for what is under way: autograd wants the shape of what was received
+
+
+def start_exchange(exchange: Exchange, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Launch the rows of each tensor [r, ...], which lie by the rank they go to; returns what only `finish_exchange`
+    may take.
+
+    What is computed between the two hides the transfer, and its backward hides the gradients' way back: autograd runs
+    it between their backward passes, of which that of `finish_exchange` launches and that of this one waits.
+    """
+    return rows if exchange.axis.group is None else _StartExchange.apply(exchange, *rows)
+
+
+def finish_exchange(exchange: Exchange, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Wait for what was started: the rows that came, by the rank they came from."""
+    return rows if exchange.axis.group is None else _FinishExchange.apply(exchange, *rows)

@@ -85,9 +85,12 @@ def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     return _Linear.apply(x, weight)
 
 
-def grouped_linear(x_ni: torch.Tensor, weight: nn.Parameter, ends_g: torch.Tensor) -> torch.Tensor:
-    """Each row times the matrix of its group: [n, i] x [g, o, i] -> [n, o]; ends_g int32: each group's end."""
-    return grouped_matmul(x_ni, weight, ends_g, partial(add_gradient, weight))
+def grouped_linear(x_ni: torch.Tensor, weight: nn.Parameter, ends_u: torch.Tensor) -> torch.Tensor:
+    """Each row times the matrix of its group: [n, i] x [g, o, i] -> [n, o]; ends_u int32: the end of each run of rows.
+
+    Run i is of group i % g.
+    """
+    return grouped_matmul(x_ni, weight, ends_u, partial(add_gradient, weight))
 
 
 class _Linear(torch.autograd.Function):

@@ -44,12 +44,11 @@ class Job:
 
 @dataclass
 class Shard:
-    """One rank's part of a tensor: `split_dim` None means whole."""
+    """One rank's part of a tensor: part number `index` along `split_dim`, which is None for a whole one."""
 
     tensor: np.ndarray
     split_dim: int | None
-    tp_rank: int
-    pp_rank: int
+    index: int
 
 
 @dataclass
@@ -108,8 +107,8 @@ def shards(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, Shard]:
     for name, tensor in tensors.items():
         sharding = sharding_of(tensor)
         part = valid_part(tensor, sharding, mesh).detach().float().numpy().copy()
-        split = sharding.split_dim if sharding.axis == "tp" else None
-        found[name] = Shard(part, split, mesh.tp.rank, mesh.pp.rank)
+        axis = sharding.axis_of(mesh)
+        found[name] = Shard(part, sharding.split_dim, 0 if axis is None else axis.rank)
     return found
 
 
@@ -185,8 +184,7 @@ def whole(curves: list[Curve], kind: str) -> dict[str, np.ndarray]:
     splits: dict[str, int | None] = {}
     for rank, curve in enumerate(curves):
         for name, shard in getattr(curve, kind).items():
-            index = shard.tp_rank if shard.split_dim is not None else 0
-            seen = parts.setdefault(name, {}).setdefault(index, shard.tensor)
+            seen = parts.setdefault(name, {}).setdefault(shard.index, shard.tensor)
             splits[name] = shard.split_dim
             if not np.array_equal(seen, shard.tensor):
                 raise AssertionError(f"{kind} {name}: rank {rank}'s copy differs from another rank's")

@@ -236,8 +236,6 @@ def _check_pipeline(arguments: Arguments, config: DeepSeekConfig, world_size: in
 
 def _check_not_yet(arguments: Arguments) -> Iterator[str]:
     """Flags whose meaning is fixed (groups, checks) but which the model can't run with yet."""
-    if (ep := arguments.parallel.expert_model_parallel_size) > 1:
-        yield f"--expert-model-parallel-size {ep} isn't supported yet: use 1 (every rank then holds all experts)"
     if arguments.training.deepspeed_config is not None:
         yield f"--deepspeed-config {arguments.training.deepspeed_config} isn't supported yet: leave it out"
     if (cp := arguments.parallel.context_parallel_size) > 1:

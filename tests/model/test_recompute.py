@@ -19,7 +19,7 @@ import model.moe
 from model.config import DeepSeekConfig
 from model.deepseek import DeepSeekStage, ModelOptions, build_stages
 from model.microbatch import MicroBatch, set_denominators
-from model.mlp import DenseMLP
+from model.mlp import DenseMLP, SharedExpert
 from model.moe import MoE
 from model.router import routers
 from parallel.gradients import GradientReducer
@@ -153,7 +153,9 @@ def counted(stage_of: Callable[[], DeepSeekStage]) -> Iterator[tuple[DeepSeekSta
         stage = stage_of()
         for path, module in stage.named_modules():
             kind = "moe" if isinstance(module, MoE) else path.rpartition(".")[2]
-            if kind in COUNTED:
+            if path.endswith("shared_experts.gate_up_proj"):  # a shared expert's halves are called apart
+                kind = "shared_experts"
+            if kind in COUNTED and not isinstance(module, SharedExpert):
                 # Before, not after: a second run ends inside its last module.
                 module.register_forward_pre_hook(lambda *_, kind=kind: runs.update([kind]))
         yield stage, runs

@@ -43,7 +43,7 @@ def run(job: Job, first: int, last: int, load: str | None, save: str | None) -> 
             state[f"{kind}.{name}"] = moment
     found: dict[str, Shard] = shards(state, mesh)
     for name, buffer in engine.named_buffers():
-        found[name] = Shard(buffer.numpy().copy(), None, mesh.tp.rank, mesh.pp.rank)
+        found[name] = Shard(buffer.numpy().copy(), None, 0)
     return {"losses": [(r.losses["lm"], r.grad_norm) for r in losses], "state": found}
 
 
@@ -51,7 +51,7 @@ def assembled(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     parts: dict[str, dict[int, Shard]] = {}
     for result in results:
         for name, shard in result["state"].items():
-            parts.setdefault(name, {})[shard.tp_rank if shard.split_dim is not None else 0] = shard
+            parts.setdefault(name, {})[shard.index] = shard
     return {
         name: by[0].tensor
         if by[0].split_dim is None
