@@ -107,8 +107,11 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if x.shape[0] % axis.size:
         raise ValueError(f"all_to_all over {axis.name}: {x.shape[0]} rows do not divide by {axis.size} ranks")
     axis.ledger.add(axis.name, "all_to_all", _bytes(x) * (axis.size - 1) / axis.size)
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _all_to_all(received, x.contiguous(), axis)
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    work = dist.all_to_all_single(received, x, group=axis.group, async_op=True)
+    axis.baton.pass_on()
+    work.wait()
     return received
 
 
@@ -243,7 +246,11 @@ class Exchange:
             self._under_way.append((work, arriving, leaving))
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """What has arrived, by source rank. Blocks until it has (NCCL: the device's stream does)."""
+        """What has arrived, by source rank. Blocks until it has (NCCL: the device's stream does).
+
+        Whatever else this rank may compute meanwhile runs first.
+        """
+        self.axis.baton.pass_on()
         for work, _, _ in self._under_way:
             work.wait()
         arrived = tuple(arriving for _, arriving, _ in self._under_way)
