@@ -32,11 +32,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rate", default="200mbit", help="of each host's link, in tc's words")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each kind, taken in turns; medians are shown")
-    parser.add_argument("--microbatches", type=int, default=16, help="of a step on each rank")
-    parser.add_argument("--tokens", type=int, default=128, help="of a micro-batch")
+    parser.add_argument("--microbatches", type=int, default=12, help="of a step on each rank")
+    parser.add_argument("--tokens", type=int, default=256, help="of a micro-batch")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
     parser.add_argument(
-        "--expert-hidden", type=int, default=768, help="inner size of an expert: more of it, more computation"
+        "--expert-hidden", type=int, default=512, help="inner size of an expert: more of it, more computation"
     )
     parser.add_argument("--layers", type=int, default=2, help="layers of the model, half of them on each of two stages")
     parser.add_argument("--json", type=Path, help="also write all step times to this file")

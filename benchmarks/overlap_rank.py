@@ -33,9 +33,8 @@ CONFIG = Path(__file__).resolve().parent.parent / "configs" / "models" / "tiny_v
 
 
 def model_config(options: dict[str, Any]) -> DeepSeekConfig:
-    """The tiny V3, with more and wider experts in every layer: a token visits six for one shared one.
-
-    V3 has eight for one; where the shared one weighs more, it hides more by itself.
+    """The tiny V3 in V3's proportions: a token visits six experts for one shared one (V3: eight), every layer has them,
+    and attention takes a third of a layer's operations.
     """
     hidden = options["hidden"]
     return dataclasses.replace(
@@ -44,6 +43,12 @@ def model_config(options: dict[str, Any]) -> DeepSeekConfig:
         moe_intermediate_size=options["expert_hidden"],
         n_routed_experts=16,
         num_experts_per_tok=6,
+        num_attention_heads=16,
+        q_lora_rank=hidden,
+        kv_lora_rank=hidden // 2,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
         num_hidden_layers=options["layers"],
         first_k_dense_replace=0,
         num_nextn_predict_layers=0,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,8 +24,8 @@ class _GivenUp(BaseException):
 class Baton:
     """Runs pairs of computations, `together`, and is passed on by them.
 
-    device: of the computations. The second one of a pair runs on a thread of its own, the same for all pairs: a new one
-    for each would set up its own team of OpenMP threads. It ends with the baton.
+    device: of the computations. One of a pair runs on a thread of its own, the same for all pairs: a new one for each
+    would set up its own team of OpenMP threads. It ends with the baton.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -53,18 +54,18 @@ class Baton:
             raise _GivenUp
 
     def together(
-        self, first: Callable[[], Any], second: Callable[[], Any], passed: Callable[[], None] | None = None
+        self, here: Callable[[], Any], beside: Callable[[], Any], passed: Callable[[], None] | None = None
     ) -> tuple[Any, Any]:
-        """Run both in turns, `first` first, and return both results.
+        """Run both in turns, `here` on the calling thread, `beside` on another; returns both results. `beside` begins.
 
-        first runs on the calling thread; passed: called each time the other one is to run. Raises what one of them
-        raised first, after the other has been ended too, by an exception out of its `pass_on`.
+        passed: called each time the other one is to run, at the beginning too. Raises what one of them raised first,
+        after the other has been ended too, by an exception out of its `pass_on`.
         """
         assert self._running is None, "a baton has one pair at a time"
         results: list[Any] = [None, None]
         self._running, self._ended, self._error, self._passed = 0, [False, False], None, passed
-        self._start(lambda: self._second(second, results))
-        self._run(0, first, results)
+        self._start(lambda: self._run_beside(beside, results))
+        self._run(0, partial(self._run_here, here), results)
         if not self._ended[1]:
             self._hand_to(1)
             self._turns[0].acquire()
@@ -73,7 +74,11 @@ class Baton:
             raise error
         return results[0], results[1]
 
-    def _second(self, work: Callable[[], Any], results: list[Any]) -> None:
+    def _run_here(self, work: Callable[[], Any]) -> Any:
+        self.pass_on()
+        return work()
+
+    def _run_beside(self, work: Callable[[], Any], results: list[Any]) -> None:
         self._turns[1].acquire()
         if self._error is None:
             self._run(1, work, results)
@@ -97,17 +102,17 @@ class Baton:
         self._turns[other].release()
 
     def _start(self, job: Callable[[], None]) -> None:
-        """Give the second thread something to do; the first time there is one."""
+        """Give the other thread something to do; the first time, make it."""
         if self._jobs is None:
             self._jobs = SimpleQueue()
             # A daemon: it must not keep a process alive that ends while it waits for a peer.
-            threading.Thread(target=_serve, args=(self._jobs, self._device), name="second", daemon=True).start()
+            threading.Thread(target=_serve, args=(self._jobs, self._device), name="beside", daemon=True).start()
             weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(job)
 
 
 def _serve(jobs: SimpleQueue[Callable[[], None] | None], device: torch.device | None) -> None:
-    """The second thread: holds no reference to its baton while there is nothing to do."""
+    """The other thread: holds no reference to its baton while there is nothing to do."""
     if device is not None and device.type == "cuda":
         torch.cuda.set_device(device)
     while (job := jobs.get()) is not None:

@@ -67,7 +67,7 @@ class ActionClock:
         for moments in self._moments:
             times = [self._since_origin(moment) for moment in moments]
             start, stop = times[0], times[-1]
-            if len(times) > 2:  # the first of two ran from each even moment to the next
+            if len(times) > 2:  # the one on this thread ran from each even moment to the next
                 middle = start + sum(end - begin for begin, end in zip(times[::2], times[1::2], strict=False))
                 spans.append(Span(start, middle))
                 start = middle

@@ -236,7 +236,11 @@ class _Step:
         )
 
     def _compute_all(self, incoming: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Run the actions of this moment: one, or a forward and a backward in turns, the forward on this thread."""
+        """Run the actions of this moment: one, or a forward and a backward in turns.
+
+        The backward begins, with rows that travel at once, hidden by the forward's attention, whose rows then are
+        hidden by the backward's experts; its own next ones by the forward's experts, and so on in turn.
+        """
         works = [partial(self._compute, action, came) for action, came in zip(self.now, incoming, strict=True)]
         if len(works) == 1:
             return [works[0]()]
