@@ -70,8 +70,11 @@ class Baton:
             self._hand_to(1)
             self._turns[0].acquire()
         error, self._running, self._error, self._passed = self._error, None, None, None
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame: together they would keep all tensors of the two alive
         return results[0], results[1]
 
     def _run_here(self, work: Callable[[], Any]) -> Any:

@@ -60,18 +60,21 @@ def costs_of(timeline: Timeline, alignment: float = 0.0) -> Costs:
 
 def _send(timeline: Timeline) -> float:
     """See `costs_of`: of the messages for which the receiver had nothing else to do when they left."""
-    schedule = timeline.schedule
-    spans: dict[Action, Span] = {}
-    free: dict[Action, float] = {}
-    for row, times in zip(schedule.actions, timeline.spans, strict=True):
-        spans |= dict(zip(row, times, strict=True))
-        free |= {action: span.end for action, span in zip(row[1:], times, strict=False)}
+    schedule, before = timeline.schedule, dependencies(timeline.schedule)
+    ranks = list(enumerate(zip(schedule.actions, timeline.spans, strict=True)))
+    left: dict[Action, float] = {}
+    for rank, (row, spans) in ranks:
+        for places in schedule.cells(rank):
+            left |= {row[place]: spans[places[-1]].end for place in places}
     gaps = []
-    for action, needed in dependencies(schedule).items():
-        for sender in needed:
-            away = schedule.placement[sender.stage] != schedule.placement[action.stage]
-            if away and spans[sender].end > free.get(action, float("-inf")):
-                gaps.append(spans[action].start - spans[sender].end)
+    for rank, (row, spans) in ranks:
+        free = float("-inf")
+        for places in schedule.cells(rank):
+            needs = [needed for place in places for needed in before[row[place]]]
+            last = max((left[needed] for needed in needs if schedule.placement[needed.stage] != rank), default=free)
+            if last > free:
+                gaps.append(spans[places[0]].start - last)
+            free = spans[places[-1]].end
     return max(0.0, median(gaps)) if gaps else 0.0
 
 

@@ -98,6 +98,12 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
         ({"pipeline_costs": (1.0, 1.0, 1.0)}, 8, ["--pipeline-costs", "auto", "leave it out"]),
         ({"pipeline_schedule": "auto", "pipeline_costs": (1.0, -1.0, 1.0)}, 8, ["1,-1,1", "1,1.2,0.8"]),
         ({"pipeline_memory_limit": 2.0}, 8, ["--pipeline-memory-limit", "auto", "leave it out"]),
+        ({"overlap_moe_expert_parallel_comm": True}, 8, ["parallel-comm is for", "dualpipe-v, not 1f1b: leave it out"]),
+        (
+            {"overlap_moe_expert_parallel_comm": True, "pipeline_schedule": "dualpipe-v"},
+            8,
+            ["--overlap-moe-expert-parallel-comm hides", "--expert-model-parallel-size 1 none travel: leave it out"],
+        ),
         ({"global_batch_size": 9}, 8, ["9", "multiple of 2 =", "size 1", "data parallel size 2", "8 or 10"]),
         ({"global_batch_size": 1}, 8, ["--global-batch-size 1 ", "use 2"]),
         ({"seq_length": 129}, 8, ["129", "size 2", "128 or 130"]),
