@@ -1,11 +1,13 @@
 """Softmax attention of every token to those before it: torch's fused kernels, or blocks of products on a CPU.
 
 Lives here: one op. Imports torch only. Source: FlashAttention-2 (2307.08691) for skipping blocks above the diagonal.
-Shapes: s sequence, b batch, n heads, x width of queries and keys, v of values (v may be narrower).
+Shapes: q queries and s keys of a sequence, b batch, n heads, x width of queries and keys, v of values (v may be
+narrower). Queries are all tokens, or pieces of the sequence: `ends` says where each piece ends among the keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,15 +19,40 @@ _LONGEST = 1024
 
 
 def attention_reference(
-    q_sbnx: torch.Tensor, k_sbnx: torch.Tensor, v_sbnv: torch.Tensor, scale: float, mask: torch.Tensor | None = None
+    q_qbnx: torch.Tensor,
+    k_sbnx: torch.Tensor,
+    v_sbnv: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    ends: Sequence[int] = (),
 ) -> torch.Tensor:
     """The same as `attention`, by torch's fused kernels."""
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbnx, k_sbnx, v_sbnv))
+    if len(ends) > 1:
+        size = q_qbnx.shape[0] // len(ends)
+        outs = []
+        for i, end in enumerate(ends):
+            rows = slice(i * size, (i + 1) * size)
+            seen = None if mask is None else mask[:, :, rows, :end]
+            outs.append(attention_reference(q_qbnx[rows], k_sbnx[:end], v_sbnv[:end], scale, seen))
+        return torch.cat(outs)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_qbnx, k_sbnx, v_sbnv))
     # They want one width: zero columns of v cost less than the slow path (1.3x in fp32 at 192/128).
     width = v.shape[-1]
     v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    aligned = q.shape[2] == k.shape[2]
+    visible = _last_queries(q, k) if mask is None and not aligned else mask
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale)
     return out[..., :width].permute(2, 0, 1, 3).flatten(-2)
+
+
+def _last_queries(q_bnqx: torch.Tensor, k_bnsx: torch.Tensor) -> torch.Tensor:
+    """Causal, the queries being the last of the keys: on a GPU in words that flash kernels understand, else [q, s]."""
+    shape = q_bnqx.shape[2], k_bnsx.shape[2]
+    if q_bnqx.device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: seconds of a rank's start
+
+        return causal_lower_right(*shape)
+    return torch.ones(shape, dtype=torch.bool, device=q_bnqx.device).tril(shape[1] - shape[0])
 
 
 class _BlockedAttention(torch.autograd.Function):
@@ -33,39 +60,45 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_sbnx: torch.Tensor, k_sbnx: torch.Tensor, v_sbnv: torch.Tensor, scale: float
+        ctx: Any,
+        q_qbnx: torch.Tensor,
+        k_sbnx: torch.Tensor,
+        v_sbnv: torch.Tensor,
+        scale: float,
+        ends: Sequence[int],
     ) -> torch.Tensor:
-        q, k, v = (_heads_first(x) for x in (q_sbnx, k_sbnx, v_sbnv))
-        length = q.shape[1]
-        out_sbnv = torch.empty_like(v_sbnv, memory_format=torch.contiguous_format)
-        out = _heads_first(out_sbnv)
+        q, k, v = (_heads_first(x) for x in (q_qbnx, k_sbnx, v_sbnv))
+        out_qbnv = v_sbnv.new_empty((q_qbnx.shape[0], *v_sbnv.shape[1:]))
+        out = _heads_first(out_qbnv)
         future = q.new_full((_BLOCK, _BLOCK), -torch.inf).triu_(1)
         probabilities = []
-        for start, end in _blocks(length):
-            scores = _scaled_product(q[:, start:end], k[:, :end].transpose(1, 2), scale)
-            scores[:, :, start:] += future[: end - start, : end - start]  # adding is faster than filling
+        ctx.blocks = _blocks(q.shape[1], ends)
+        for start, end, seen in ctx.blocks:
+            size = end - start
+            scores = _scaled_product(q[:, start:end], k[:, :seen].transpose(1, 2), scale)
+            scores[:, :, seen - size :] += future[:size, :size]  # adding is faster than filling
             p = scores.softmax(-1)
-            out[:, start:end] = torch.bmm(p, v[:, :end])
+            out[:, start:end] = torch.bmm(p, v[:, :seen])
             probabilities.append(p)
-        ctx.save_for_backward(q_sbnx, k_sbnx, v_sbnv, *probabilities)
+        ctx.save_for_backward(q_qbnx, k_sbnx, v_sbnv, *probabilities)
         ctx.scale = scale
-        return out_sbnv
+        return out_qbnv
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        q_sbnx, k_sbnx, v_sbnv, *probabilities = ctx.saved_tensors
-        results = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_sbnx, k_sbnx, v_sbnv)]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        q_qbnx, k_sbnx, v_sbnv, *probabilities = ctx.saved_tensors
+        results = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_qbnx, k_sbnx, v_sbnv)]
         q, k, v, grad_q, grad_k, grad_v, grad_out = (
-            _heads_first(x) for x in (q_sbnx, k_sbnx, v_sbnv, *results, grads[0].contiguous())
+            _heads_first(x) for x in (q_qbnx, k_sbnx, v_sbnv, *results, grads[0].contiguous())
         )
-        for (start, end), p in zip(_blocks(q.shape[1]), probabilities, strict=True):
+        for (start, end, seen), p in zip(ctx.blocks, probabilities, strict=True):
             grad = grad_out[:, start:end]
-            grad_v[:, :end] += torch.bmm(p.transpose(1, 2), grad)
-            grad_p = torch.bmm(grad, v[:, :end].transpose(1, 2))
+            grad_v[:, :seen] += torch.bmm(p.transpose(1, 2), grad)
+            grad_p = torch.bmm(grad, v[:, :seen].transpose(1, 2))
             grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
-            grad_q[:, start:end] = _scaled_product(grad_scores, k[:, :end], ctx.scale)
-            grad_k[:, :end] += _scaled_product(grad_scores.transpose(1, 2), q[:, start:end], ctx.scale)
-        return results[0], results[1], results[2], None
+            grad_q[:, start:end] = _scaled_product(grad_scores, k[:, :seen], ctx.scale)
+            grad_k[:, :seen] += _scaled_product(grad_scores.transpose(1, 2), q[:, start:end], ctx.scale)
+        return results[0], results[1], results[2], None, None
 
 
 def _scaled_product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -78,19 +111,34 @@ def _heads_first(x_sbnx: torch.Tensor) -> torch.Tensor:
     return x_sbnx.flatten(1, 2).transpose(0, 1)
 
 
-def _blocks(length: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
+def _blocks(queries: int, ends: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(start, end) of each block of queries, none across the border of two pieces, and how many keys its last sees."""
+    size = queries // len(ends)
+    blocks = []
+    for piece, keys in enumerate(ends):
+        last = (piece + 1) * size
+        for start in range(piece * size, last, _BLOCK):
+            end = min(start + _BLOCK, last)
+            blocks.append((start, end, keys - (last - end)))
+    return blocks
 
 
 def attention(
-    q_sbnx: torch.Tensor, k_sbnx: torch.Tensor, v_sbnv: torch.Tensor, scale: float, mask: torch.Tensor | None = None
+    q_qbnx: torch.Tensor,
+    k_sbnx: torch.Tensor,
+    v_sbnv: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    ends: Sequence[int] = (),
 ) -> torch.Tensor:
-    """softmax(scale · q kᵀ) v, causal or within `mask`: [s, b, n·v], differentiable in q, k and v.
+    """softmax(scale · q kᵀ) v, causal or within `mask`: [q, b, n·v], differentiable in q, k and v.
 
-    mask: bool [b, 1, s, s], True where a query (row) may see a key (column). Without one, sequences of up to 1,024
-    tokens in fp32 or fp64 on a CPU go block by block, in 0.55 to 0.9 of the time of torch's CPU flash attention.
+    mask: bool [b, 1, q, s], True where a query (row) may see a key (column). ends: queries are as many pieces of one
+    length, and piece i stands for the last of the first ends[i] keys, and sees no key behind these; by default all
+    queries are one piece, the last of all keys. Without a mask, sequences of up to 1,024 keys in fp32 or fp64 on a CPU
+    go block by block, in 0.55 to 0.9 of the time of torch's CPU flash attention.
     """
-    precise = q_sbnx.dtype in (torch.float32, torch.float64)
-    if mask is None and q_sbnx.device.type == "cpu" and precise and q_sbnx.shape[0] <= _LONGEST:
-        return _BlockedAttention.apply(q_sbnx, k_sbnx, v_sbnv, scale).flatten(-2)
-    return attention_reference(q_sbnx, k_sbnx, v_sbnv, scale, mask)
+    precise = q_qbnx.dtype in (torch.float32, torch.float64)
+    if mask is None and q_qbnx.device.type == "cpu" and precise and k_sbnx.shape[0] <= _LONGEST:
+        return _BlockedAttention.apply(q_qbnx, k_sbnx, v_sbnv, scale, ends or (k_sbnx.shape[0],)).flatten(-2)
+    return attention_reference(q_qbnx, k_sbnx, v_sbnv, scale, mask, ends)

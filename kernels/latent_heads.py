@@ -1,7 +1,7 @@
 """From MLA's projections to queries, keys and values a head: rotation of the positional parts, shared keys copied out.
 
-Lives here: one op. Imports torch only. Source: DeepSeek-V2 (2405.04434, section 2.1). Shapes: s sequence, b batch, n
-heads, d width without position, r rotated width, x = d + r, v value width.
+Lives here: one op. Imports torch only. Source: DeepSeek-V2 (2405.04434, section 2.1). Shapes: q queries and s keys of
+a sequence, b batch, n heads, d width without position, r rotated width, x = d + r, v value width.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def latent_heads_reference(
-    q_sby: torch.Tensor, kv_sbz: torch.Tensor, k_pe_sbr: torch.Tensor, rotation: torch.Tensor, heads: int
+    q_qby: torch.Tensor,
+    kv_sbz: torch.Tensor,
+    k_pe_sbr: torch.Tensor,
+    q_rotation: torch.Tensor,
+    k_rotation: torch.Tensor,
+    heads: int,
 ) -> Heads:
     """The same as `latent_heads`, by autograd and concatenation."""
-    q_sbnx, kv_sbnz = q_sby.unflatten(-1, (heads, -1)), kv_sbz.unflatten(-1, (heads, -1))
-    nope = q_sbnx.shape[-1] - k_pe_sbr.shape[-1]
-    q = torch.cat([q_sbnx[..., :nope], rotate(q_sbnx[..., nope:], rotation)], dim=-1)
-    k_pe_sbnr = rotate(k_pe_sbr.unsqueeze(2), rotation).expand(-1, -1, heads, -1)
+    q_qbnx, kv_sbnz = q_qby.unflatten(-1, (heads, -1)), kv_sbz.unflatten(-1, (heads, -1))
+    nope = q_qbnx.shape[-1] - k_pe_sbr.shape[-1]
+    q = torch.cat([q_qbnx[..., :nope], rotate(q_qbnx[..., nope:], q_rotation)], dim=-1)
+    k_pe_sbnr = rotate(k_pe_sbr.unsqueeze(2), k_rotation).expand(-1, -1, heads, -1)
     return q, torch.cat([kv_sbnz[..., :nope], k_pe_sbnr], dim=-1), kv_sbnz[..., nope:]
 
 
@@ -42,45 +47,52 @@ class _LatentHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q_sby: torch.Tensor,
+        q_qby: torch.Tensor,
         kv_sbz: torch.Tensor,
         k_pe_sbr: torch.Tensor,
-        rotation: torch.Tensor,
+        q_rotation: torch.Tensor,
+        k_rotation: torch.Tensor,
         heads: int,
     ) -> Heads:
-        q_sbnx, kv_sbnz = q_sby.unflatten(-1, (heads, -1)), kv_sbz.unflatten(-1, (heads, -1))
-        nope = q_sbnx.shape[-1] - k_pe_sbr.shape[-1]
-        q_sbnx[..., nope:] = rotate(q_sbnx[..., nope:], rotation)
-        k_sbnx = torch.empty_like(q_sbnx)
+        q_qbnx, kv_sbnz = q_qby.unflatten(-1, (heads, -1)), kv_sbz.unflatten(-1, (heads, -1))
+        nope = q_qbnx.shape[-1] - k_pe_sbr.shape[-1]
+        q_qbnx[..., nope:] = rotate(q_qbnx[..., nope:], q_rotation)
+        k_sbnx = q_qbnx.new_empty((*kv_sbnz.shape[:-1], q_qbnx.shape[-1]))
         k_sbnx[..., :nope] = kv_sbnz[..., :nope]
-        k_sbnx[..., nope:] = rotate(k_pe_sbr.unsqueeze(2), rotation)
-        ctx.mark_dirty(q_sby)
-        ctx.save_for_backward(rotation)
+        k_sbnx[..., nope:] = rotate(k_pe_sbr.unsqueeze(2), k_rotation)
+        ctx.mark_dirty(q_qby)
+        ctx.save_for_backward(q_rotation, k_rotation)
         ctx.nope, ctx.kv_shape = nope, kv_sbnz.shape
-        return q_sby, k_sbnx, kv_sbnz[..., nope:].contiguous()
+        return q_qby, k_sbnx, kv_sbnz[..., nope:].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        grad_q_sby, grad_k_sbnx, grad_v_sbnv = grads
-        back, nope, heads = ctx.saved_tensors[0].conj(), ctx.nope, ctx.kv_shape[2]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
+        grad_q_qby, grad_k_sbnx, grad_v_sbnv = grads
+        q_back, k_back = (rotation.conj() for rotation in ctx.saved_tensors)
+        nope, heads = ctx.nope, ctx.kv_shape[2]
         # A copy, as the gradient may belong to others.
-        grad_q_sbnx = grad_q_sby.unflatten(-1, (heads, -1)).clone(memory_format=torch.contiguous_format)
-        grad_q_sbnx[..., nope:] = rotate(grad_q_sbnx[..., nope:], back)
+        grad_q_qbnx = grad_q_qby.unflatten(-1, (heads, -1)).clone(memory_format=torch.contiguous_format)
+        grad_q_qbnx[..., nope:] = rotate(grad_q_qbnx[..., nope:], q_back)
         grad_kv_sbnz = grad_v_sbnv.new_empty(ctx.kv_shape)
         grad_kv_sbnz[..., :nope] = grad_k_sbnx[..., :nope]
         grad_kv_sbnz[..., nope:] = grad_v_sbnv
-        grad_k_pe_sbr = rotate(grad_k_sbnx[..., nope:].sum(2, keepdim=True), back).squeeze(2)
-        return grad_q_sbnx.flatten(-2), grad_kv_sbnz.flatten(-2), grad_k_pe_sbr, None, None
+        grad_k_pe_sbr = rotate(grad_k_sbnx[..., nope:].sum(2, keepdim=True), k_back).squeeze(2)
+        return grad_q_qbnx.flatten(-2), grad_kv_sbnz.flatten(-2), grad_k_pe_sbr, None, None, None
 
 
 def latent_heads(
-    q_sby: torch.Tensor, kv_sbz: torch.Tensor, k_pe_sbr: torch.Tensor, rotation: torch.Tensor, heads: int
+    q_qby: torch.Tensor,
+    kv_sbz: torch.Tensor,
+    k_pe_sbr: torch.Tensor,
+    q_rotation: torch.Tensor,
+    k_rotation: torch.Tensor,
+    heads: int,
 ) -> Heads:
-    """Queries [s, b, n, x], keys [s, b, n, x], values [s, b, n, v]; differentiable in the first three arguments.
+    """Queries [q, b, n, x], keys [s, b, n, x], values [s, b, n, v]; differentiable in the first three arguments.
 
-    q_sby: [s, b, n·x], a head's d plain values before its r rotated ones; contiguous, changed in place, so it must be a
+    q_qby: [q, b, n·x], a head's d plain values before its r rotated ones; contiguous, changed in place, so it must be a
     fresh result that nothing else reads; kv_sbz: [s, b, n·(d + v)]; k_pe_sbr: the rotated key that heads share;
-    rotation: see `rotate`.
+    q_rotation, k_rotation: of the queries' positions and of the keys', see `rotate`.
     """
-    q_sby, k_sbnx, v_sbnv = _LatentHeads.apply(q_sby, kv_sbz, k_pe_sbr, rotation, heads)
-    return q_sby.unflatten(-1, (heads, -1)), k_sbnx, v_sbnv
+    q_qby, k_sbnx, v_sbnv = _LatentHeads.apply(q_qby, kv_sbz, k_pe_sbr, q_rotation, k_rotation, heads)
+    return q_qby.unflatten(-1, (heads, -1)), k_sbnx, v_sbnv

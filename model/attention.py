@@ -1,8 +1,8 @@
-"""Multi-head latent attention: small latents are gathered over tp, heads are split over it.
+"""Multi-head latent attention: small latents are gathered over tp and cp, heads are split over tp, queries over cp.
 
 Lives here: MLA of DeepSeek-V2 (2405.04434, section 2.1), with and without q LoRA. May import `kernels` and `parallel`.
-Shapes: s sequence, l = s/tp this rank's part of it, b batch, h hidden, n heads of this rank, q latent of queries, c
-latent of keys and values, r rotated width, d qk_nope width, v value width.
+Shapes: s sequence, p = s/cp its part on the ranks of one tp group, l = p/tp this rank's, b batch, h hidden, n heads of
+this rank, q latent of queries, c latent of keys and values, r rotated width, d qk_nope width, v value width.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from kernels.latent_heads import Heads, latent_heads
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
 from parallel.comm import gather_sequences
-from parallel.mesh import Mesh
+from parallel.context import chunk_spans, context_part, gather_context
+from parallel.mesh import Axis, Mesh
 from parallel.recompute import discard, recomputed
 from parallel.tensor import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, SequenceRMSNorm
 
 
 class LatentAttention(nn.Module):
-    """[s/tp, b, h] -> [s/tp, b, h]. Communicates over tp: one gather of the latents, one reduce-scatter of the output.
+    """[l, b, h] -> [l, b, h]. Gathers latents over tp and then those of keys over cp; reduce-scatters output over tp.
 
-    With q LoRA only q + c + r values a token are gathered (V3: 1536 + 576 of 7168); without it queries need the hidden
-    states. recompute: what is computed again in backward: "core_attn" attention itself, "mla_up_proj" queries, keys and
-    values from the gathered latents.
+    With q LoRA only q + c + r values a token are gathered over tp (V3: 1536 + 576 of 7168); without it queries need the
+    hidden states. Over cp it is c + r values: every cp rank makes all keys from them and has its own queries only. That
+    is exact and needs no ring, for about 20 % more work in a layer of V3 at cp 8. recompute: what is computed again in
+    backward: "core_attn" attention itself, "mla_up_proj" queries, keys and values from the gathered latents.
     """
 
     def __init__(self, config: DeepSeekConfig, mesh: Mesh, recompute: tuple[str, ...] = ()):
         super().__init__()
         self.attend = partial(recomputed, attention) if "core_attn" in recompute else attention
         self.discard_heads = "mla_up_proj" in recompute
-        self.tp = mesh.tp
+        self.tp, self.cp = mesh.tp, mesh.cp
         self.heads = config.num_attention_heads // mesh.tp.size
         self.q_rank, self.kv_rank, self.rope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
         self.scale = config.softmax_scale
@@ -53,33 +55,37 @@ class LatentAttention(nn.Module):
         self.o_proj = RowParallelLinear(all_heads * config.v_head_dim, hidden, mesh)
 
     def forward(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        assert batch.rotation is not None
         from_q, latent_sbc, k_pe_sbr = self._latents(x_lbh)
-        up_project = partial(self._up_project, from_q, latent_sbc, k_pe_sbr, batch.rotation)
+        up_project = partial(self._up_project, from_q, latent_sbc, k_pe_sbr, batch)
         heads = up_project()
-        out_sbm = self.attend(*heads, self.scale, batch.attention_mask)
+        ends = [end for _, end in chunk_spans(latent_sbc.shape[0], self.cp.size, self.cp.rank)]
+        out_pbm = self.attend(*heads, self.scale, batch.attention_mask, ends)
         if self.discard_heads:
-            discard(heads, up_project, consumed=out_sbm)
-        return self.o_proj(out_sbm)
+            discard(heads, up_project, consumed=out_pbm)
+        return self.o_proj(out_pbm)
 
-    def _latents(self, x_lbh: torch.Tensor) -> list[torch.Tensor]:
-        """Gathered over tp: queries' latent [s, b, q], or hidden states; keys' and values' [s, b, c]; rotary key."""
+    def _latents(self, x_lbh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of queries [p, b, q], or hidden states; of keys and values [s, b, c]; rotary key [s, b, r]."""
         kv_latent, k_pe = self.kv_a_proj_with_mqa(x_lbh).split([self.kv_rank, self.rope], dim=-1)
         kv_latent = self.kv_a_layernorm(kv_latent)
         from_q = x_lbh if self.q_rank is None else self.q_a_layernorm(self.q_a_proj(x_lbh))
-        return gather_sequences((from_q, kv_latent, k_pe), self.tp)
+        from_q, kv_latent, k_pe = gather_sequences((from_q, kv_latent, k_pe), self.tp)
+        latent_sbc, k_pe_sbr = gather_context((kv_latent, k_pe), self.cp)
+        return from_q, latent_sbc, k_pe_sbr
 
     def _up_project(
-        self, from_q: torch.Tensor, latent_sbc: torch.Tensor, k_pe_sbr: torch.Tensor, rotation: torch.Tensor
+        self, from_q: torch.Tensor, latent_sbc: torch.Tensor, k_pe_sbr: torch.Tensor, batch: MicroBatch
     ) -> Heads:
-        """Rotated queries [s, b, n, d+r], keys [s, b, n, d+r] and values [s, b, n, v]; doesn't communicate."""
+        """Rotated queries [p, b, n, d+r], keys [s, b, n, d+r] and values [s, b, n, v]; doesn't communicate."""
+        assert batch.q_rotation is not None and batch.k_rotation is not None
         queries = self.q_proj if self.q_rank is None else self.q_b_proj
-        return latent_heads(queries(from_q), self.kv_b_proj(latent_sbc), k_pe_sbr, rotation, self.heads)
+        rotations = batch.q_rotation, batch.k_rotation
+        return latent_heads(queries(from_q), self.kv_b_proj(latent_sbc), k_pe_sbr, *rotations, self.heads)
 
 
-def document_mask(documents_bs: torch.Tensor) -> torch.Tensor:
-    """Causal attention within documents: bool [b, 1, s, s], True where query (row) may see key (column)."""
-    length = documents_bs.shape[1]
-    same = documents_bs.unsqueeze(2) == documents_bs.unsqueeze(1)
-    causal = torch.ones(length, length, dtype=torch.bool, device=documents_bs.device).tril()
+def document_mask(documents_bs: torch.Tensor, cp: Axis) -> torch.Tensor:
+    """Causal attention within documents: bool [b, 1, s/cp, s], True where query (row, of this cp rank) may see key."""
+    place_s = torch.arange(documents_bs.shape[1], device=documents_bs.device)
+    same = context_part(documents_bs, cp, dim=1).unsqueeze(2) == documents_bs.unsqueeze(1)
+    causal = context_part(place_s, cp, dim=0).unsqueeze(1) >= place_s
     return (same & causal).unsqueeze(1)

@@ -2,7 +2,7 @@
 
 Lives here: DeepSeek-V2/V3 put together from attention, mlp and moe. May import `parallel` and `kernels`. Parameter
 names are global and are Hugging Face's without "model."; MTP depth k (from 1) is layer num_hidden_layers + k - 1.
-Shapes: s sequence, l = s/tp this rank's part of it, b batch, h hidden.
+Shapes: s sequence, l = s/(cp·tp) this rank's part of it, b batch, h hidden.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from model.attention import LatentAttention, document_mask
+from model.balance import NO_EXTRAS, Balance
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
 from model.mlp import DenseMLP
 from model.moe import MoE
 from model.rotary import rotary_frequencies, rotation
+from parallel.context import context_part
 from parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from parallel.mesh import Mesh
 from parallel.pipeline.placement import ModelCosts, as_ranges, balanced, check_counts
@@ -35,23 +37,31 @@ class ModelOptions:
 
     recompute: "full" keeps a block's input and runs its forward again in backward, "selective" does so with parts of a
     block, recompute_modules (Megatron-core's names); mtp_loss_scaling_factor: λ of the MTP losses; mtp_hidden: whether
-    MTP starts from the last hidden states after or before the final norm.
+    MTP starts from the last hidden states after or before the final norm; balance: of experts.
     """
 
     recompute: Literal["none", "full", "selective"] = "none"
     recompute_modules: tuple[str, ...] = ()
     mtp_loss_scaling_factor: float = 0.3
     mtp_hidden: Literal["after-norm", "before-norm"] = "after-norm"
+    balance: Balance = NO_EXTRAS
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): [s/tp, b, h] -> [s/tp, b, h].
+    """x + attention(norm(x)), then x + mlp(norm(x)): [l, b, h] -> [l, b, h].
 
     recompute: parts that are computed again in backward: "layernorm" the outputs of both norms, "mlp" a dense MLP,
     "moe" a mixture of experts, and those of `LatentAttention` and `MoE`.
     """
 
-    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, recompute: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        mesh: Mesh,
+        layer: int,
+        recompute: tuple[str, ...] = (),
+        balance: Balance = NO_EXTRAS,
+    ):
         super().__init__()
         self.input_layernorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LatentAttention(config, mesh, recompute)
@@ -59,7 +69,7 @@ class Block(nn.Module):
         self.mlp: MoE | DenseMLP
         if config.is_moe_layer(layer):
             # What is recomputed as a whole has no parts that are.
-            self.mlp = MoE(config, mesh, layer, () if "moe" in recompute else recompute)
+            self.mlp = MoE(config, mesh, layer, () if "moe" in recompute else recompute, balance)
         else:
             self.mlp = DenseMLP(config.hidden_size, config.intermediate_size, mesh)
         self.discard_normed = "layernorm" in recompute
@@ -91,8 +101,15 @@ class SharedHead(nn.Module):
 class MTPBlock(Block):
     """One depth of multi-token prediction (2412.19437, eq. 21–23): joins states and next tokens, then a block."""
 
-    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, recompute: tuple[str, ...] = ()):
-        super().__init__(config, mesh, layer, recompute)
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        mesh: Mesh,
+        layer: int,
+        recompute: tuple[str, ...] = (),
+        balance: Balance = NO_EXTRAS,
+    ):
+        super().__init__(config, mesh, layer, recompute, balance)
         self.enorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size)
@@ -125,7 +142,7 @@ class DeepSeekStage(nn.Module):
         embedding: VocabularyParallelEmbedding | None = None,
     ):
         super().__init__()
-        self.config, self.options, self.tp = config, options, mesh.tp
+        self.config, self.options, self.tp, self.cp = config, options, mesh.tp, mesh.cp
         self.first, self.last = first, last
         inv_freq, self.rotary_factor = rotary_frequencies(config)
         self.register_buffer("inv_freq", inv_freq.to(mesh.device), persistent=False)
@@ -136,18 +153,19 @@ class DeepSeekStage(nn.Module):
                 config.vocab_size, config.hidden_size, mesh, embedding_ranks
             )
         parts = options.recompute_modules if options.recompute == "selective" else ()
-        self.layers = nn.ModuleDict({str(i): Block(config, mesh, i, parts) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(config, mesh, i, parts, options.balance) for i in layers})
         if last:
             self.norm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
             self.lm_head = VocabularyParallelHead(config.vocab_size, config.hidden_size, mesh)
-        self.layers.update({str(i): MTPBlock(config, mesh, i, parts) for i in mtp_layers})
+        self.layers.update({str(i): MTPBlock(config, mesh, i, parts, options.balance) for i in mtp_layers})
         self._main, self._mtp = [str(i) for i in layers], [str(i) for i in mtp_layers]
 
     def forward(self, x_lbh: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Activations for the next stage [s/tp, b, h]; on the last stage the loss, a scalar to differentiate.
+        """Activations for the next stage [l, b, h]; on the last stage the loss, a scalar to differentiate.
 
         x_lbh: the previous stage's output, None on the first. The loss is this micro-batch's part of the global
-        batch's; parts that are reported are in `batch.losses` (on one tp rank where all have the same).
+        batch's, of this context rank's positions; parts that are reported are in `batch.losses` (on one tp rank where
+        all have the same).
         """
         hidden = self.hidden(x_lbh, batch)
         return self.loss(hidden, batch) if self.last else hidden
@@ -161,14 +179,14 @@ class DeepSeekStage(nn.Module):
         return sorted(self.named_parameters(), key=lambda named: named[0].startswith(mtp))
 
     def hidden(self, x_lbh: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Through the blocks of this stage: [s/tp, b, h]."""
-        if batch.rotation is None:
-            batch.rotation = rotation(batch.positions, self.inv_freq, self.rotary_factor)
+        """Through the blocks of this stage: [l, b, h]."""
+        if batch.k_rotation is None:
+            batch.k_rotation = rotation(batch.positions, self.inv_freq, self.rotary_factor)
+            batch.q_rotation = context_part(batch.k_rotation, self.cp, dim=0)
             if batch.documents is not None:
-                batch.attention_mask = document_mask(batch.documents)
+                batch.attention_mask = document_mask(batch.documents, self.cp)
         if x_lbh is None:
-            assert self.embed_tokens is not None
-            x_lbh = self.embed_tokens(batch.tokens)
+            x_lbh = self._embed(batch.tokens)
         for name in self._main:
             x_lbh = self._block(self.layers[name], x_lbh, batch)
         return x_lbh
@@ -182,8 +200,8 @@ class DeepSeekStage(nn.Module):
             hidden_lbh = x_lbh
         for depth, name in enumerate(self._mtp, start=1):
             layer = self.layers[name]
-            assert isinstance(layer, MTPBlock) and self.embed_tokens is not None
-            joined = layer.join(hidden_lbh, self.embed_tokens(batch.mtp_tokens(depth)))
+            assert isinstance(layer, MTPBlock)
+            joined = layer.join(hidden_lbh, self._embed(batch.mtp_tokens(depth)))
             output_lbh = self._block(layer, joined, batch)
             normed_lbh = layer.shared_head.norm(output_lbh)
             hidden_lbh = normed_lbh if self.options.mtp_hidden == "after-norm" else output_lbh
@@ -198,6 +216,11 @@ class DeepSeekStage(nn.Module):
             total = total + self.options.mtp_loss_scaling_factor / len(self._mtp) * depth_loss
         return total
 
+    def _embed(self, tokens_bs: torch.Tensor) -> torch.Tensor:
+        """This rank's part [l, b, h] of the whole sequence's embedding."""
+        assert self.embed_tokens is not None
+        return self.embed_tokens(context_part(tokens_bs, self.cp, dim=1))
+
     def _block(self, block: nn.Module, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         return recomputed(block, x_lbh, batch) if self.options.recompute == "full" else block(x_lbh, batch)
 
@@ -210,6 +233,7 @@ class DeepSeekStage(nn.Module):
         count: torch.Tensor,
         batch: MicroBatch,
     ) -> torch.Tensor:
+        labels_bs, mask_bs = (context_part(x_bs, self.cp, dim=1) for x_bs in (labels_bs, mask_bs))
         logits_nv = self.lm_head(hidden_lbh).flatten(0, 1)
         loss_n = vocabulary_parallel_cross_entropy(
             logits_nv, labels_bs.t().flatten(), self.lm_head.valid.start, self.tp

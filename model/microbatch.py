@@ -31,21 +31,26 @@ class Denominators:
 class Routing:
     """A layer's choice for one micro-batch, kept so that recomputation neither chooses, counts nor communicates again.
 
-    expert_tk: int64 [tokens here, k]; counts_be: [b, experts] choices among this rank's tokens; sequence_counts_be:
-    the same over the whole sequence (None without auxiliary loss); traffic: which rows travel to which rank.
+    expert_tk: int64 [tokens here, k]; kept_tk: bool, which of these weren't dropped (None: all); traffic: which rows
+    travel to which rank; sequence_counts_be: [b, experts] choices of whole sequences, dropped ones too (None without a
+    loss that needs it); sequence_visits_bg: [b, groups] their tokens that chose an expert of the group, however many of
+    them (None without communication loss).
     """
 
     expert_tk: torch.Tensor
-    counts_be: torch.Tensor
-    sequence_counts_be: torch.Tensor | None
+    kept_tk: torch.Tensor | None
     traffic: Traffic
+    sequence_counts_be: torch.Tensor | None = None
+    sequence_visits_bg: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
 class MicroBatch:
     """tokens, labels, positions int64 [b, s]; loss_mask fp32 [b, s]; documents int64 [b, s] or None (no borders).
 
-    labels[:, i] is the token after tokens[:, i]. denominators: set by `set_denominators` before the first forward.
+    labels[:, i] is the token after tokens[:, i]. All are of the whole sequence on every context rank, which cuts its
+    part where it uses them: what MTP shifts is then right at the borders. denominators: set by `set_denominators`
+    before the first forward; q_rotation, k_rotation: of this rank's queries, of all keys.
     """
 
     tokens: torch.Tensor
@@ -54,7 +59,8 @@ class MicroBatch:
     positions: torch.Tensor
     documents: torch.Tensor | None = None
     denominators: Denominators | None = None
-    rotation: torch.Tensor | None = None
+    q_rotation: torch.Tensor | None = None
+    k_rotation: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
     routing: dict[int, Routing] = field(default_factory=dict)
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -75,7 +81,7 @@ class MicroBatch:
 
     def finished(self) -> None:
         """Its last forward and backward on this rank are over: free what the layers left behind for later."""
-        self.rotation = self.attention_mask = None
+        self.q_rotation = self.k_rotation = self.attention_mask = None
         self.routing.clear()
 
     def mtp_tokens(self, depth: int) -> torch.Tensor:

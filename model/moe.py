@@ -14,6 +14,7 @@ from torch import nn
 
 from kernels.permute import combine, dispatch, expert_order
 from kernels.swiglu import swiglu
+from model.balance import NO_EXTRAS, Balance
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
 from model.mlp import SharedExpert
@@ -66,9 +67,16 @@ class MoE(nn.Module):
     recompute: what is computed again in backward: "moe_act" the routed experts' activation, "shared_experts".
     """
 
-    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, recompute: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        mesh: Mesh,
+        layer: int,
+        recompute: tuple[str, ...] = (),
+        balance: Balance = NO_EXTRAS,
+    ):
         super().__init__()
-        self.gate = Router(config, mesh, layer)
+        self.gate = Router(config, mesh, layer, balance)
         self.experts = RoutedExperts(config, mesh, discard_inner="moe_act" in recompute)
         self.recompute_shared = "shared_experts" in recompute
         self.shared_experts = None
@@ -77,10 +85,10 @@ class MoE(nn.Module):
 
     def forward(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         # 1. who goes where
-        recorded = self.gate.layer in batch.routing
         weights_tk, routing, auxiliary = self.gate(x_lbh, batch)
-        order_r, place_tk = expert_order(routing.expert_tk)
-        x_rh, weight_r = dispatch(x_lbh.flatten(0, 1), weights_tk, order_r, place_tk)
+        kept_tk = routing.kept_tk
+        order_r, place_tk = expert_order(routing.expert_tk, kept_tk)
+        x_rh, weight_r = dispatch(x_lbh.flatten(0, 1), weights_tk, order_r, place_tk, kept_tk)
         # 2. to the experts, and the shared expert's first half meanwhile
         there, back = routing.traffic.there(), routing.traffic.back()
         under_way = start_exchange(there, x_rh, weight_r)
@@ -93,11 +101,9 @@ class MoE(nn.Module):
         shared = self._shared_outer(shared)
         (y_rh,) = finish_exchange(back, *under_way)
         # 5. together
-        out_lbh = combine(y_rh, order_r, place_tk).view_as(x_lbh)
+        out_lbh = combine(y_rh, order_r, place_tk, kept_tk).view_as(x_lbh)
         if auxiliary is not None:
             out_lbh = _AttachLoss.apply(out_lbh, auxiliary)
-            if not recorded:
-                batch.record("aux", auxiliary)
         return out_lbh if shared is None else out_lbh + shared
 
     def _shared_inner(self, x_lbh: torch.Tensor) -> torch.Tensor | None:

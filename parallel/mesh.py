@@ -137,7 +137,8 @@ class Mesh:
         self.dp_cp = self._axis("dp_cp", partitions["dp_cp"])
         self.stage = self._axis("stage", partitions["stage"])
         self.sequence = self._axis("sequence", partitions["sequence"])
-        self.ep = self._axis("ep", partitions["ep"])
+        # Rows travel while other collectives run: on a shared communicator they would queue behind each other.
+        self.ep = self._axis("ep", partitions["ep"], shared=False)
         self.edp = self._axis("edp", partitions["edp"])
 
     @classmethod
@@ -160,6 +161,14 @@ class Mesh:
         """The axes on which collectives run, copies made so far included, in the same order on every rank."""
         named = [self.world, self.tp, self.cp, self.dp, self.dp_cp, self.stage, self.sequence, self.ep, self.edp]
         return [*named, self.pp, *self._copies.values()]
+
+    def sent_bytes(self) -> dict[str, int]:
+        """What this rank has sent so far, by axis, the pipeline's channels as "pp". All ranks have the same axes."""
+        sent = {axis.name: 0 for axis in self.collective_axes()}
+        channels = {what for what, _ in self._channels}
+        for (name, _), entry in self.ledger.entries.items():
+            sent["pp" if name in channels else name] += entry.bytes
+        return sent
 
     def copies(self, pipeline_ranks: tuple[int, ...]) -> Axis:
         """The ranks of this pipeline column that hold a copy of one parameter. Collective over the world; cached.

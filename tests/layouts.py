@@ -26,7 +26,10 @@ CONFIGS = Path(__file__).parent.parent / "configs" / "models"
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: the model, the layout, the flags; everything that decides the numbers."""
+    """What is trained: the model, the layout, the flags; everything that decides the numbers.
+
+    favour: added to every token's scores where experts are chosen, by expert: makes a batch unbalanced.
+    """
 
     layout: Layout = Layout()
     config: str = "tiny_v3"
@@ -37,6 +40,7 @@ class Job:
     micro_batch: int = 1
     length: int = 48
     lr: float = 0.0
+    favour: tuple[float, ...] = ()
 
     def model(self) -> DeepSeekConfig:
         return dataclasses.replace(DeepSeekConfig.from_file(CONFIGS / f"{self.config}.json"), **self.overrides)
@@ -53,7 +57,7 @@ class Shard:
 
 @dataclass
 class Curve:
-    """One rank's record of a run. first_*: of step 1; loads, margins: by layer, for every step."""
+    """One rank's record of a run. first_*: of step 1; loads, margins: by layer, for every step; dropped: shares."""
 
     losses: list[dict[str, float]]
     norms: list[float]
@@ -63,6 +67,7 @@ class Curve:
     loads: list[dict[int, list[int]]]
     margins: list[dict[int, float]]
     biases: dict[int, list[float]]
+    dropped: list[float] = field(default_factory=list)
 
 
 def flags_of(job: Job) -> Arguments:
@@ -143,6 +148,8 @@ def train(job: Job) -> Curve:
         choose = router._choose
 
         def recorded(scores_te: torch.Tensor, batches: int) -> Any:
+            if job.favour:
+                scores_te = scores_te + torch.tensor(job.favour)
             margins[router.layer] = min(margins.get(router.layer, float("inf")), margin_of(router, scores_te))
             return choose(scores_te, batches)
 
@@ -168,9 +175,9 @@ def train(job: Job) -> Curve:
         result = engine.train_step(batches, lr)
         curve.losses.append(result.losses)
         curve.norms.append(result.grad_norm)
-        layers = [router.layer for router in engine.routers]
-        curve.loads.append(dict(zip(layers, result.expert_loads.tolist(), strict=True)))
+        curve.loads.append(dict(zip(engine.moe_layers, result.expert_loads.tolist(), strict=True)))
         curve.margins.append(dict(margins))
+        curve.dropped.append(result.dropped_share)
         if step == 0:
             for router in engine.routers:
                 curve.biases[router.layer] = router.e_score_correction_bias.tolist() if config.has_router_bias else []

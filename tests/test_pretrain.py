@@ -139,8 +139,8 @@ def test_a_run_leaves_everything_resumes_to_the_same_losses_and_refuses_to_overw
     metrics = lines_of(straight / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
     wanted = {"loss", "mtp_loss", "aux_loss", "lr", "grad_norm", "tokens", "step_seconds", "tokens_per_second"}
-    wanted |= {"grad_reduce_exposed_seconds"}
-    assert all(wanted <= line.keys() for line in metrics)
+    wanted |= {"grad_reduce_exposed_seconds", "expert_max_violation"}
+    assert all(wanted <= line.keys() and line["sent_bytes"]["tp"] > 0 for line in metrics)
     assert {"valid_loss", "bigram_loss"} <= metrics[1].keys() and "valid_loss" in metrics[3]
     assert metrics[-1]["tokens"] == 4 * 4 * 16
 

@@ -72,9 +72,21 @@ class ModelArguments:
     mtp_hidden: Literal["after-norm", "before-norm"] = "after-norm"
     """The hidden state that feeds MTP's first depth: after the final norm (Hugging Face, Megatron) or before it."""
     aux_loss_alpha: Unset[float] = None
-    """Weight of the sequence-wise balance loss; by default the model's. (Megatron: --moe-aux-loss-coeff)"""
+    """Weight of the sequence-wise balance loss (V2: 0.003); by default the model's. (Megatron: --moe-aux-loss-coeff)"""
+    moe_device_level_aux_loss_coeff: float = 0.0
+    """Weight of V2's balance loss over the model's n_group groups of experts, a group a device (V2: 0.05)."""
+    moe_comm_aux_loss_coeff: float = 0.0
+    """Weight of V2's balance loss over how many tokens are sent to each of these groups (V2: 0.02)."""
+    moe_z_loss_coeff: float = 0.0
+    """Weight of the router z-loss, the mean over tokens of the squared log-sum-exp of the router's logits."""
     router_bias_update_rate: float = 0.001
     """Speed γ of the router bias that balances experts without a loss. (Megatron: --moe-router-bias-update-rate)"""
+    moe_expert_capacity_factor: Unset[float] = None
+    """Drop choices, in training, beyond this times an expert's fair share of a rank's micro-batch; by default none."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """What is dropped first: choices of the lowest weight, or the last ones."""
+    moe_token_drop_level: Literal["expert", "device"] = "expert"
+    """Whose capacity it is: an expert's, or a device's, which is one of n_group groups of experts (V2: factor 1)."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class ParallelArguments:
     pipeline_model_parallel_size: int = 1
     """Ranks that split the layers."""
     context_parallel_size: int = 1
-    """Ranks that split each sequence in attention."""
+    """Ranks that split each sequence, in 2 chunks each; --seq-length must divide, there is no padding."""
     expert_model_parallel_size: int = 1
     """Ranks that share the routed experts of a layer."""
     pipeline_schedule: Literal[
@@ -118,7 +130,7 @@ class TrainingArguments:
     global_batch_size: int = 8
     """Sequences of one optimizer step over all ranks: a multiple of micro-batch size · data parallel size."""
     seq_length: int = 512
-    """Tokens of a sequence."""
+    """Tokens of a sequence: a multiple of tensor · context parallel size, and of 2 · context size above 1."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Numbers of weights and activations; bf16 keeps fp32 master weights and gradients."""
     recompute_granularity: Literal["none", "full", "selective"] = "none"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from model.balance import Balance
 from model.config import DeepSeekConfig
 from model.deepseek import ModelOptions, build_stages
 from model.microbatch import MicroBatch, set_denominators
@@ -34,13 +35,28 @@ class StepResult:
     """What one step did, the same on every rank.
 
     losses: by name: "lm" (mean nats a token over the global batch), "mtp_1", …, "aux"; grad_norm: before clipping;
-    tokens: that counted in the loss; expert_loads: int64 [routers of this stage, experts], choices of the global batch.
+    tokens: that counted in the loss; expert_loads: int64 [MoE layers of the model, experts], choices of the global
+    batch, dropped ones too; dropped: int64 [MoE layers], how many of them were dropped; sent_bytes: by axis, of all
+    ranks together, up to the message that sums them. Tensors are on the CPU.
     """
 
     losses: dict[str, float]
     grad_norm: float
     tokens: float
     expert_loads: torch.Tensor
+    dropped: torch.Tensor
+    sent_bytes: dict[str, int]
+
+    @property
+    def dropped_share(self) -> float:
+        """Of all choices; 0 for a model without experts."""
+        return self.dropped.sum().item() / max(self.expert_loads.sum().item(), 1)
+
+    @property
+    def max_violations(self) -> list[float]:
+        """MaxVio (2408.15664) of each MoE layer: the top expert's load over the mean, minus 1."""
+        loads = self.expert_loads.double()
+        return (loads.amax(-1) / loads.mean(-1) - 1).tolist() if loads.numel() else []
 
 
 @contextmanager
@@ -63,11 +79,21 @@ class Engine:
         training = arguments.training
         self.placement = placement_asked(arguments, config, mesh.world_size)
         self.layer_counts = layers_of_stages(arguments, config, self.placement)
+        model = arguments.model
+        self.balance = Balance(
+            model.moe_device_level_aux_loss_coeff,
+            model.moe_comm_aux_loss_coeff,
+            model.moe_z_loss_coeff,
+            model.moe_expert_capacity_factor,
+            model.moe_token_drop_policy,
+            model.moe_token_drop_level,
+        )
         options = ModelOptions(
             recompute=training.recompute_granularity,
             recompute_modules=training.recompute_modules or ("core_attn",),
-            mtp_loss_scaling_factor=arguments.model.mtp_loss_scaling_factor,
-            mtp_hidden=arguments.model.mtp_hidden,
+            mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
+            mtp_hidden=model.mtp_hidden,
+            balance=self.balance,
         )
         self.stages = build_stages(config, mesh, self.placement, options, arguments.run.seed, self.layer_counts)
         self.dtype = DTYPES[training.precision]
@@ -85,6 +111,7 @@ class Engine:
         self.optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
         self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished)
         self.routers = routers(self.stages.values())
+        self.moe_layers = [layer for layer in range(config.num_layers_with_mtp) if config.is_moe_layer(layer)]
         # Each communicator is used once, in one order on all ranks: none is then set up in the middle of a step.
         for axis in mesh.collective_axes():
             barrier(axis)
@@ -106,13 +133,17 @@ class Engine:
 
         microbatches: this dp rank's part of the global batch, the same on its tp, cp and pp ranks; lr: for this step.
         """
+        before = self.mesh.sent_bytes()
         self.forward_backward(microbatches)
         with _naming("the norm of the gradient"):
             norm = self.reducer.clip(self.arguments.optimizer.clip_grad)
         self.optimizer.step(lr)
-        loads = update_router_bias(self.routers, self.mesh, self.arguments.model.router_bias_update_rate)
-        losses = self._reported(microbatches)
-        return StepResult(losses, norm.item(), self._tokens(microbatches), loads)
+        counts = self._of_all_layers(
+            *update_router_bias(self.routers, self.mesh, self.arguments.model.router_bias_update_rate)
+        )
+        sent = {axis: now - before[axis] for axis, now in self.mesh.sent_bytes().items()}
+        losses, sent = self._reported(microbatches, sent)
+        return StepResult(losses, norm.item(), self._tokens(microbatches), counts[:, :-1], counts[:, -1], sent)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch]) -> None:
         """The gradient of the global batch's loss in every `main_grad`, summed over all replicas. Collective."""
@@ -120,7 +151,7 @@ class Engine:
             stage.train()
         self.reducer.zero()
         for router in self.routers:
-            router.load_e.zero_()
+            router.reset_counts()
         set_denominators(microbatches, self.config.num_mtp_layers, self.mesh)
         self.runtime.run(self._schedule(len(microbatches), True), microbatches, self._shape(microbatches), self.reducer)
         with _naming("the sum of gradients over replicas and copies"):
@@ -133,23 +164,43 @@ class Engine:
             stage.eval()
         set_denominators(microbatches, self.config.num_mtp_layers, self.mesh)
         self.runtime.run(self._schedule(len(microbatches), False), microbatches, self._shape(microbatches))
-        return self._reported(microbatches), self._tokens(microbatches)
+        return self._reported(microbatches, {})[0], self._tokens(microbatches)
 
     def loss_names(self) -> list[str]:
         """The losses of this model, in the order they are reported."""
         names = ["lm", *(f"mtp_{depth}" for depth in range(1, self.config.num_mtp_layers + 1))]
-        return names if self.config.aux_loss_kind == "none" else [*names, "aux"]
+        return [*names, *self.balance.loss_names(self.config)]
 
-    def _reported(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Sum what the stages recorded over micro-batches and the world: one small message, the same on every rank."""
+    def _of_all_layers(self, loads: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
+        """int64 [MoE layers, experts + 1]: loads and dropped choices of other stages too, by one message over pp."""
+        counts = torch.zeros(
+            (len(self.moe_layers), self.config.n_routed_experts + 1), dtype=torch.int64, device=self.mesh.device
+        )
+        if self.routers:
+            rows = [self.moe_layers.index(router.layer) for router in self.routers]
+            counts[rows] = torch.cat([loads, dropped[:, None]], dim=-1)
+        if self.moe_layers:
+            all_reduce_(counts, self.mesh.pp)
+        return counts.cpu()
+
+    def _reported(
+        self, microbatches: Sequence[MicroBatch], sent: dict[str, int]
+    ) -> tuple[dict[str, float], dict[str, int]]:
+        """Sum what the stages recorded over micro-batches and the world, and what was sent: one small message.
+
+        The same on every rank; axes on which nothing was sent are left out. fp64 counts exactly up to 9 petabytes.
+        """
         names = self.loss_names()
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.device)
         for batch in microbatches:
             for i, name in enumerate(names):
                 if name in batch.losses:
                     sums[i] += batch.losses[name]
+        sums = torch.cat([sums, sums.new_tensor(list(sent.values()))])
         all_reduce_(sums, self.mesh.world)
-        return dict(zip(names, sums.tolist(), strict=True))
+        values = sums.tolist()
+        summed = {axis: round(value) for axis, value in zip(sent, values[len(names) :], strict=True) if value}
+        return dict(zip(names, values, strict=False)), summed
 
     def _tokens(self, microbatches: Sequence[MicroBatch]) -> float:
         assert microbatches[0].denominators is not None
@@ -163,6 +214,6 @@ class Engine:
         return self._schedules[key]
 
     def _shape(self, microbatches: Sequence[MicroBatch]) -> torch.Size:
-        """Of the activations between stages: [s/tp, b, h]."""
+        """Of the activations between stages: [s/(cp·tp), b, h]."""
         batch, length = microbatches[0].tokens.shape
-        return torch.Size((length // self.mesh.tp.size, batch, self.config.hidden_size))
+        return torch.Size((length // self.mesh.sequence.size, batch, self.config.hidden_size))

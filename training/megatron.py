@@ -105,9 +105,7 @@ _LINES = {
     "moe-router-load-balancing-type": (
         "leave it out: --aux-loss-alpha weighs the sequence-wise loss, --router-bias-update-rate moves the bias"
     ),
-    "moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy": (
-        "leave it out: no token is ever dropped"
-    ),
+    "moe-pad-expert-input-to-capacity": "leave it out: experts take any number of rows",
     "expert-tensor-parallel-size moe-extended-tp": "leave it out: tensor parallelism doesn't cut experts",
     "vocab-file merge-file tokenizer-type tokenizer-metadata vocab-extra-ids tiktoken-* legacy-tokenizer "
     "trust-remote-code allow-ambiguous-pad-tokens": (
@@ -198,7 +196,9 @@ _LINES = {
     "moe-token-dispatcher-type moe-enable-deepep moe-deepep-num-sms moe-shared-expert-overlap moe-hybridep-*": (
         "not there yet: every rank holds its stage's experts, so no token travels to another rank"
     ),
-    "cp-comm-type hierarchical-context-parallel-sizes": "not there yet: use --context-parallel-size 1",
+    "cp-comm-type hierarchical-context-parallel-sizes": (
+        "leave it out: --context-parallel-size gathers the keys' latents, always in one message"
+    ),
     "tp-comm-* disable-tp-comm-*": "not there yet: tensor-parallel messages don't overlap with matrix products",
     "train-data-path valid-data-path test-data-path multiple-validation-sets validation-set-names": (
         "not there yet: use --data-path, and --split for the shares of training, validation and test"
@@ -270,7 +270,7 @@ _LINES = {
     "window-size window-attn-skip-freq relative-attention-* rotary-seq-len-interpolation-factor no-rope-freq "
     "no-position-embedding mrope-section apply-layernorm-1p apply-residual-connection-post-layernorm openai-gelu "
     "squared-relu quick-geglu activation-func-clamp-value glu-linear-offset add-qkv-bias qk-l2-norm onnx-safe "
-    "fp32-residual-connection moe-z-loss-coeff moe-input-jitter-eps moe-apply-probs-on-input "
+    "fp32-residual-connection moe-input-jitter-eps moe-apply-probs-on-input "
     "moe-router-force-load-balancing moe-use-upcycling moe-upcycling-granularity mamba-* hybrid-* is-hybrid-model "
     "disable-mamba-mem-eff-path heterogeneous-* spec enable-experimental": (
         "not here: DeepSeek-V2 and V3 have no such part; --model takes their config.json"

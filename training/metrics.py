@@ -2,7 +2,7 @@
 
 Imports nothing of ours. One rank writes (decision 9). A record maps names to numbers: step, loss, valid_loss, lr,
 grad_norm, tokens, step_seconds, tokens_per_second, tflops_per_device, mfu, peak_memory_gib, memory_share and whatever
-else is known.
+else is known; sent_bytes maps each axis to a number.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 Record = Mapping[str, Any]
@@ -78,7 +79,12 @@ _TAGS = {
     "lr": "4_detail/learning_rate",
     "mtp_loss": "4_detail/loss_of_mtp",
     "aux_loss": "4_detail/loss_of_balance",
+    "device_loss": "4_detail/loss_of_balance_of_devices",
+    "communication_loss": "4_detail/loss_of_balance_of_communication",
+    "z_loss": "4_detail/loss_of_router_z",
     "expert_max_violation": "4_detail/expert_max_violation",
+    "expert_dropped_share": "4_detail/expert_dropped_share",
+    "sent_bytes": "4_detail/sent_bytes",
     "tokens": "4_detail/tokens",
     "loss_tokens": "4_detail/tokens_with_loss",
 }
@@ -113,13 +119,23 @@ class TensorBoard:
         self._has_charts = False
 
     def write(self, record: Record) -> None:
-        """Show every number of `record` at its step; names that have no place of their own go to "5_more"."""
+        """Show every number of `record` at its step; names that have no place of their own go to "5_more".
+
+        What maps names to numbers gets a chart for each, such as sent_bytes_of_tp.
+        """
         if not self._has_charts:
             self._writer.add_custom_scalars(_charts(record))
             self._has_charts = True
         for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(_TAGS.get(name, f"5_more/{name}"), value, record["step"])
+            tag = _TAGS.get(name, f"5_more/{name}")
+            numbers = {f"{tag}_of_{part}": x for part, x in value.items()} if isinstance(value, dict) else {tag: value}
+            for tag, number in numbers.items():
+                if name != "step" and isinstance(number, int | float):
+                    self._writer.add_scalar(tag, number, record["step"])
+
+    def image(self, name: str, pixels: np.ndarray, step: int) -> None:
+        """Show a picture, uint8 [height, width, 3]."""
+        self._writer.add_image(name, pixels, step, dataformats="HWC")
 
     def text(self, name: str, text: str) -> None:
         """Show `text` as it is, in a fixed-width font, under `name`: the configuration."""

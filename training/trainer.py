@@ -28,6 +28,7 @@ from training.command_line import to_yaml
 from training.datasets import RunData, bigram_loss
 from training.engine import Engine, StepResult
 from training.failures import ConfigurationError
+from training.load_map import load_map
 from training.logs import RankLogs
 from training.metrics import Meter, MetricsFile, TensorBoard
 from training.pipeline import stages_in_words
@@ -95,7 +96,7 @@ class Trainer:
                     self.logs.step = step
                     if self.profile is not None:
                         self.profile.before(step)
-                    record = self._step(step)
+                    record, result = self._step(step)
                     if self.profile is not None:
                         self.profile.after(step)
                     if self.validation and (step % training.eval_interval == 0 or step == last):
@@ -103,6 +104,8 @@ class Trainer:
                     if metrics is not None and board is not None:
                         metrics.write(record)
                         board.write(record)
+                        if step % interval == 0 or step == last:
+                            self._show_loads(board, result, step)
                     progress.update(record)
                     logger.info("step %d: %s", step, _short(record), extra={"terminal": False})
                     if step == last or (checkpoints.save_interval and step % checkpoints.save_interval == 0):
@@ -114,7 +117,7 @@ class Trainer:
                 metrics.close()
                 board.close()
 
-    def _step(self, step: int) -> dict[str, Any]:
+    def _step(self, step: int) -> tuple[dict[str, Any], StepResult]:
         self.meter.start()
         lr = lr_at(self.done.consumed_samples, self.schedule)
         result = self.engine.train_step(self._microbatches(self.train_batches.next_step()), lr)
@@ -131,18 +134,28 @@ class Trainer:
         if self.communication and (said := self.communication.step(exposed, measured["step_seconds"])):
             logger.warning("%s", said)
         mtp = [value for name, value in result.losses.items() if name.startswith("mtp")]
-        return {
+        balance = self.engine.balance
+        record = {
             "step": step,
             "loss": loss,
             **({"mtp_loss": sum(mtp) / len(mtp)} if mtp else {}),
-            **({"aux_loss": result.losses["aux"]} if "aux" in result.losses else {}),
+            **{f"{name}_loss": result.losses[name] for name in balance.loss_names(self.config)},
             "lr": lr,
             "grad_norm": result.grad_norm,
             "tokens": self.done.consumed_samples * training.seq_length,
             "loss_tokens": int(result.tokens),
             **({"grad_reduce_exposed_seconds": exposed} if self.engine.reducer.messages else {}),
-            **self._worst(result, measured),
+            **self._worst(measured),
+            **({"expert_max_violation": max(result.max_violations)} if self.engine.moe_layers else {}),
+            **({"expert_dropped_share": result.dropped_share} if balance.capacity_factor is not None else {}),
+            **({"sent_bytes": result.sent_bytes} if result.sent_bytes else {}),
         }
+        return record, result
+
+    def _show_loads(self, board: TensorBoard, result: StepResult, step: int) -> None:
+        if layers := self.engine.moe_layers:
+            names = [f"{layer} MTP" if layer >= self.config.num_hidden_layers else str(layer) for layer in layers]
+            board.image("4_detail/expert_load", load_map(result.expert_loads.numpy(), names), step)
 
     def _communication_watch(self) -> CommunicationWatch | None:
         """On rank 0, where there is something to reduce."""
@@ -162,19 +175,13 @@ class Trainer:
             )
         )
 
-    def _worst(self, result: StepResult, measured: dict[str, float]) -> dict[str, float]:
-        """`measured`, with the memory of the rank that needs most, and the balance of the worst layer. Collective.
-
-        Balance is MaxVio (2408.15664): the top expert's load over the mean, minus 1.
-        """
-        loads = result.expert_loads.double()
-        violation = (loads.amax(-1) / loads.mean(-1) - 1).amax() if loads.numel() else loads.new_full((), -1.0)
+    def _worst(self, measured: dict[str, float]) -> dict[str, float]:
+        """`measured`, with the memory of the rank that needs most. Collective."""
         memory = [measured["peak_memory_gib"], measured.get("memory_share", -1.0)]
-        worst = torch.cat([violation[None], torch.tensor(memory, dtype=torch.float64, device=self.mesh.device)])
+        worst = torch.tensor(memory, dtype=torch.float64, device=self.mesh.device)
         all_reduce_(worst, self.mesh.world, op="max")
-        violated, peak, share = worst.tolist()
-        measured = measured | {"peak_memory_gib": peak} | ({"memory_share": share} if share >= 0 else {})
-        return measured if violated < 0 else measured | {"expert_max_violation": violated}
+        peak, share = worst.tolist()
+        return measured | {"peak_memory_gib": peak} | ({"memory_share": share} if share >= 0 else {})
 
     def _validate(self) -> dict[str, float]:
         assert self.validation is not None
@@ -258,4 +265,6 @@ class Trainer:
 
 
 def _short(record: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value:.6g}" for name, value in record.items() if name != "step")
+    """The numbers of a record in one line; what has parts, as bytes by axis, is in metrics.jsonl."""
+    numbers = {name: value for name, value in record.items() if name != "step" and not isinstance(value, dict)}
+    return ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())

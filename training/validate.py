@@ -55,6 +55,7 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
         *_check_layout(arguments, model_config, world_size),
         *_check_pipeline(arguments, model_config, world_size),
         *_check_not_yet(arguments),
+        *_check_balance(arguments, model_config),
         *_check_recomputation(arguments),
         *_check_batches(arguments, model_config, world_size),
         *_check_schedule(arguments),
@@ -96,10 +97,14 @@ _AT_LEAST_ZERO = (
     "clip_grad",
     "mtp_loss_scaling_factor",
     "aux_loss_alpha",
+    "moe_device_level_aux_loss_coeff",
+    "moe_comm_aux_loss_coeff",
+    "moe_z_loss_coeff",
     "router_bias_update_rate",
     "init_method_std",
 )
 _ABOVE_ZERO = (
+    "moe_expert_capacity_factor",
     "pipeline_memory_limit",
     "adam_eps",
     "bucket_cap_mb",
@@ -107,6 +112,8 @@ _ABOVE_ZERO = (
     "distributed_start_timeout_seconds",
     "peak_tflops",
 )
+_BALANCES_EXPERTS = ("aux_loss_alpha", "moe_z_loss_coeff", "moe_expert_capacity_factor")
+_BALANCES_GROUPS = ("moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff", "moe_token_drop_level")
 _BELOW_ONE = ("adam_beta1", "adam_beta2", "sgd_momentum")
 
 
@@ -238,8 +245,26 @@ def _check_not_yet(arguments: Arguments) -> Iterator[str]:
     """Flags whose meaning is fixed (groups, checks) but which the model can't run with yet."""
     if arguments.training.deepspeed_config is not None:
         yield f"--deepspeed-config {arguments.training.deepspeed_config} isn't supported yet: leave it out"
-    if (cp := arguments.parallel.context_parallel_size) > 1:
-        yield f"--context-parallel-size {cp} isn't supported yet: use 1, or split sequences by tensor parallelism"
+
+
+def _check_balance(arguments: Arguments, config: DeepSeekConfig) -> Iterator[str]:
+    """What balances experts has experts, and what balances groups of them has groups."""
+    model = arguments.model
+    given = {name: value for name in (*_BALANCES_EXPERTS, *_BALANCES_GROUPS) if (value := getattr(model, name))}
+    if model.moe_token_drop_level == "expert":
+        del given["moe_token_drop_level"]
+    if not any(config.is_moe_layer(layer) for layer in range(config.num_layers_with_mtp)):
+        for name, value in given.items():
+            yield f"{_flag(name)} {value} needs experts and no layer of the model has any: leave it out"
+    elif config.n_group == 1 or config.topk_method == "greedy":
+        for name in filter(given.get, _BALANCES_GROUPS):
+            yield (
+                f"{_flag(name)} {given[name]} needs groups of experts and the router has none (n_group "
+                f"{config.n_group}, topk_method {config.topk_method}): leave it out, or give both in --model's file"
+            )
+    for name, plain in (("moe_token_drop_policy", "probs"), ("moe_token_drop_level", "expert")):
+        if (value := getattr(model, name)) != plain and model.moe_expert_capacity_factor is None:
+            yield f"{_flag(name)} {value} needs --moe-expert-capacity-factor: nothing is dropped without it"
 
 
 def _check_recomputation(arguments: Arguments) -> Iterator[str]:
@@ -256,8 +281,12 @@ def _check_recomputation(arguments: Arguments) -> Iterator[str]:
 
 def _check_batches(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
     training, parallel = arguments.training, arguments.parallel
-    tp, longest = parallel.tensor_model_parallel_size, config.max_position_embeddings
-    model_ranks = tp * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    tp, cp, longest = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        config.max_position_embeddings,
+    )
+    model_ranks = tp * parallel.pipeline_model_parallel_size * cp
     micro, whole, length = training.micro_batch_size, training.global_batch_size, training.seq_length
     if min(model_ranks, micro, whole, length) < 1:
         return  # said already
@@ -268,7 +297,14 @@ def _check_batches(arguments: Arguments, config: DeepSeekConfig, world_size: int
                 f"--global-batch-size {whole} isn't a multiple of {micro * dp} = --micro-batch-size {micro} · data "
                 f"parallel size {dp}: use {_multiples_around(whole, micro * dp)}, or change the others"
             )
-    if length % tp:
+    unit = cp * math.lcm(2, tp) if cp > 1 else tp
+    if length % unit and cp > 1:
+        parts = f", and --tensor-model-parallel-size {tp} each rank's two of them into {tp} parts" if tp > 1 else ""
+        yield (
+            f"--seq-length {length} isn't divisible by {unit}, as --context-parallel-size {cp} cuts it into {2 * cp} "
+            f"chunks{parts}: use {_multiples_around(length, unit)}, or change these sizes; sequences aren't padded"
+        )
+    elif length % unit:
         yield (
             f"--seq-length {length} isn't divisible by --tensor-model-parallel-size {tp}, which splits the sequence "
             f"between blocks: use {_multiples_around(length, tp)}"

@@ -41,6 +41,23 @@ def test_blocks_equal_softmax_over_the_whole_triangle(length: int, width: int, v
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    "length, size, ends",
+    [(200, 70, ()), (65, 1, ()), (300, 66, (99, 300)), (128, 32, (32, 128)), (90, 7, (80, 7, 44)), (200, 150, (200,))],
+)
+def test_pieces_of_the_queries_have_their_rows_of_the_whole(length: int, size: int, ends: tuple[int, ...]) -> None:
+    """By blocks, by torch's kernels, and within a mask: outputs, and gradients as if other rows had none."""
+    q, k, v, grad = heads(length, 6, 4)
+    rows = torch.cat([torch.arange(end - size, end) for end in ends or (length,)])
+    expected = run(attention, [q, k, v, torch.zeros_like(grad).index_copy_(0, rows, grad[rows])], 0.7)
+    expected[:2] = [x[rows] for x in expected[:2]]
+    mask = (rows[:, None] >= torch.arange(length)).expand(2, 1, -1, -1)
+    pieces = [q[rows], k, v, grad[rows]]
+    for op, given in ((attention, None), (attention_reference, None), (attention, mask)):
+        for found, wanted in zip(run(op, pieces, 0.7, given, ends), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("length", [70, 1030])
 def test_every_path_gives_the_same(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = heads(length, 6, 4, torch.float32)
@@ -68,21 +85,25 @@ def test_long_sequences_and_low_precision_leave_memory_to_flash_attention(monkey
 
 
 @pytest.mark.parametrize("plain, rotated, value", [(11, 6, 13), (32, 16, 32), (1, 2, 1)])
+@pytest.mark.parametrize("queries", [7, 3])
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=str)
 def test_latent_heads_equal_their_reference(
-    plain: int, rotated: int, value: int, dtype: torch.dtype, bound: float
+    plain: int, rotated: int, value: int, queries: int, dtype: torch.dtype, bound: float
 ) -> None:
     s, b, n = 7, 2, 3
-    q = torch.randn(s, b, n * (plain + rotated)).to(dtype)
+    q = torch.randn(queries, b, n * (plain + rotated)).to(dtype)
     kv, k_pe = torch.randn(s, b, n * (plain + value)).to(dtype), torch.randn(s, b, rotated).to(dtype)
-    angles = torch.rand(s, b, 1, rotated // 2) * 6
-    rotation = torch.complex(angles.cos(), angles.sin())
-    grads = [torch.randn(s, b, n, width).to(dtype) for width in (plain + rotated, plain + rotated, value)]
+    rotations = []
+    for length in (queries, s):
+        angles = torch.rand(length, b, 1, rotated // 2) * 6
+        rotations.append(torch.complex(angles.cos(), angles.sin()))
+    sizes = ((queries, plain + rotated), (s, plain + rotated), (s, value))
+    grads = [torch.randn(length, b, n, width).to(dtype) for length, width in sizes]
 
     def outputs_and_gradients(op: object, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(dtype).clone().detach().requires_grad_() for x in (q, kv, k_pe)]
         # A fresh result as a linear layer gives: the op changes it in place.
-        outputs = op(leaves[0] * 1.0, leaves[1], leaves[2], rotation, n)  # type: ignore[operator]
+        outputs = op(leaves[0] * 1.0, leaves[1], leaves[2], *rotations, n)  # type: ignore[operator]
         torch.autograd.backward(
             outputs, [grad.to(dtype).transpose(0, 2).contiguous().transpose(0, 2) for grad in grads]
         )

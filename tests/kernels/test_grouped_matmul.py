@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.grouped_matmul import grouped_matmul, grouped_matmul_reference
+from kernels.grouped_matmul import _group_order, _put_back, grouped_matmul, grouped_matmul_reference
 
-# r rows a group; k inner; n outer. Aligned sizes take torch's grouped product, odd ones the reference path.
+# r rows a run; k inner; n outer. Aligned sizes take torch's grouped product, odd ones the reference path.
 SIZES = {
     "aligned": ([5, 1, 9, 3], 16, 24),
     "odd inner": ([5, 1, 9, 3], 7, 24),
@@ -19,6 +19,7 @@ SIZES = {
     "no rows": ([0, 0, 0], 8, 16),
     "no rows, odd": ([0, 0, 0], 5, 3),
 }
+RUNS = {"two of three groups": [5, 0, 2, 1, 4, 3], "three of two": [0, 0, 7, 2, 0, 5], "empty": [0] * 6}
 # Relative to the tensor's norm; against fp64, so that it doesn't matter how the reference rounds.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -38,7 +39,7 @@ def product_and_gradients(
 
 
 def loop_in_double(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    group_of_row = torch.searchsorted(ends, torch.arange(x.shape[0]), right=True)
+    group_of_row = torch.searchsorted(ends, torch.arange(x.shape[0]), right=True) % w.shape[0]
     return torch.einsum("rk,rnk->rn", x, w[group_of_row])
 
 
@@ -59,6 +60,32 @@ def test_each_row_meets_the_matrix_of_its_group(size: str, dtype: torch.dtype, o
     for group, count in enumerate(rows):
         if count == 0:
             assert not found[2][group].any(), f"group {group} has no rows, so its matrix has no gradient"
+
+
+@pytest.mark.parametrize("op", [grouped_matmul, grouped_matmul_reference])
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("runs", RUNS)
+def test_runs_take_their_groups_in_turn(runs: str, groups: int, op: object) -> None:
+    rows = RUNS[runs]
+    ends = torch.tensor(rows).cumsum(0).to(torch.int32)
+    x, w, grad = torch.randn(sum(rows), 5), torch.randn(groups, 3, 5), torch.randn(sum(rows), 3)
+    found = product_and_gradients(op, x, w, ends, grad)
+    expected = product_and_gradients(loop_in_double, x.double(), w.double(), ends, grad.double())
+    assert all(close(a, b, 1e-6) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("groups", [2, 3, 6])
+@pytest.mark.parametrize("runs", RUNS)
+def test_rows_of_many_runs_are_put_together_by_group_and_back(runs: str, groups: int) -> None:
+    """What one kernel for all groups needs, on devices that have one."""
+    rows = RUNS[runs]
+    ends = torch.tensor(rows).cumsum(0).to(torch.int32)
+    group = torch.repeat_interleave(torch.arange(len(rows)) % groups, torch.tensor(rows))
+    order, group_ends = _group_order(ends, groups, sum(rows))
+    assert group[order].tolist() == sorted(group.tolist())
+    assert group_ends.tolist() == [int((group <= g).sum()) for g in range(groups)] and group_ends.dtype == torch.int32
+    x = torch.randn(sum(rows), 2)
+    assert torch.equal(_put_back(x[order], order), x)
 
 
 @pytest.mark.parametrize("k, n", [(16, 8), (15, 8)])

@@ -27,17 +27,24 @@ def test_rows_are_sorted_by_expert_and_each_choice_knows_its_row(t: int, k: int,
         assert (order[sorted_experts == number].diff() > 0).all()
 
 
+@pytest.mark.parametrize("dropping", ["none", "a third", "all"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("t, k, e, h", SIZES)
-def test_there_and_back_equals_index_add(t: int, k: int, e: int, h: int, dtype: torch.dtype) -> None:
-    order, place = expert_order(choose(t, k, e))
-    inputs = (torch.randn(t, h).to(dtype), torch.randn(t * k, h).to(dtype), torch.randn(t, k).to(dtype))
-    grads = torch.randn(t * k, h).to(dtype), torch.randn(t, h).to(dtype), torch.randn(t * k).to(dtype)
+def test_there_and_back_equals_index_add(t: int, k: int, e: int, h: int, dtype: torch.dtype, dropping: str) -> None:
+    expert = choose(t, k, e)
+    kept = {"none": None, "a third": torch.rand(t, k) > 1 / 3, "all": torch.zeros(t, k, dtype=torch.bool)}[dropping]
+    order, place = expert_order(expert, kept)
+    r = len(order)
+    assert r == (t * k if kept is None else int(kept.sum()))
+    assert kept is None or kept.flatten()[order].all()
+    assert (expert.flatten()[order].diff() >= 0).all()
+    inputs = (torch.randn(t, h).to(dtype), torch.randn(r, h).to(dtype), torch.randn(t, k).to(dtype))
+    grads = torch.randn(r, h).to(dtype), torch.randn(t, h).to(dtype), torch.randn(r).to(dtype)
 
     x, factor, weight = (i.clone().requires_grad_() for i in inputs)
-    rows, row_weight = dispatch(x, weight, order, place)
+    rows, row_weight = dispatch(x, weight, order, place, kept)
     rows_before = rows.detach().clone()
-    mixed = combine(rows * factor * row_weight.unsqueeze(-1), order, place)
+    mixed = combine(rows * factor * row_weight.unsqueeze(-1), order, place, kept)
     torch.autograd.backward([rows, mixed, row_weight], [g.clone() for g in grads])
 
     x_ref, factor_ref, weight_ref = (i.double().requires_grad_() for i in inputs)
@@ -58,6 +65,7 @@ def test_there_and_back_equals_index_add(t: int, k: int, e: int, h: int, dtype: 
     }
     for name, (found, expected) in pairs.items():
         assert found is not None and expected is not None and found.dtype == dtype, name
+        assert found.shape == expected.shape, name
         assert (found.double() - expected).norm() <= bound * expected.norm(), name
 
 
@@ -68,6 +76,11 @@ def test_gradients_pass_a_numerical_check() -> None:
     w = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, w: dispatch(x, w, order, place), (x, w))
     assert torch.autograd.gradcheck(lambda y: combine(y, order, place), y)
+    kept = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 1, 0]], dtype=torch.bool)
+    order, place = expert_order(choose(5, 3, 4), kept)
+    y = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: dispatch(x, w, order, place, kept), (x, w))
+    assert torch.autograd.gradcheck(lambda y: combine(y, order, place, kept), y)
 
 
 def test_the_same_input_gives_the_same_bits_whatever_the_other_tokens_chose() -> None:

@@ -9,11 +9,13 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import training.metrics
 import training.trainer
+from training.load_map import load_map
 from training.metrics import Meter, MetricsFile, TensorBoard, known_peak_tflops, memory_share, peak_memory_bytes
 
 
@@ -115,17 +117,52 @@ def test_one_page_of_tensorboard_answers_learning_speed_and_memory(tmp_path: Pat
 def test_everything_that_a_step_measures_has_a_place_of_its_own(tmp_path: Path) -> None:
     """Read from the trainer's source: a new name of a record without a tag would hide in "5_more"."""
     names = {"step_seconds", "tokens_per_second", "tflops_per_device", "mfu"}  # Meter's
-    names |= {"valid_loss", "bigram_loss", "memory_share", "peak_memory_gib", "expert_max_violation"}
+    names |= {"valid_loss", "bigram_loss", "memory_share", "peak_memory_gib"}
+    names |= {f"{name}_loss" for name in ("aux", "device", "communication", "z")}
     source = ast.parse(Path(training.trainer.__file__).read_text())
     (step,) = (x for x in ast.walk(source) if isinstance(x, ast.FunctionDef) and x.name == "_step")
     keys = (node.keys for node in ast.walk(step) if isinstance(node, ast.Dict))
     names |= {key.value for found in keys for key in found if isinstance(key, ast.Constant)} - {"step"}
-    assert {"loss", "mtp_loss", "aux_loss", "lr", "tokens"} <= names
+    assert {"loss", "mtp_loss", "lr", "tokens", "expert_dropped_share", "sent_bytes"} <= names
     board = TensorBoard(tmp_path)
     board.write({"step": 1, **dict.fromkeys(names, 1.0)})
     board.close()
     assert len(scalars(tmp_path)) == len(names)
     assert [tag for tag in scalars(tmp_path) if tag.startswith("5_more")] == []
+
+
+def test_what_has_parts_gets_a_chart_for_each(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path)
+    board.write({"step": 3, "sent_bytes": {"tp": 7, "pp": 2**40}})
+    board.close()
+    assert scalars(tmp_path) == {
+        "4_detail/sent_bytes_of_tp": [(3, 7.0)],
+        "4_detail/sent_bytes_of_pp": [(3, 2.0**40)],
+    }
+    assert training.trainer._short({"step": 3, "loss": 2.5, "sent_bytes": {"tp": 7}}) == "loss 2.5"
+
+
+def test_loads_are_a_picture_whose_colours_are_the_load_over_the_layers_mean(tmp_path: Path) -> None:
+    loads = np.array([[100, 100, 100, 100, 100], [800, 100, 0, 50, 50]])
+    pixels = load_map(loads, ["3", "61 MTP"])
+    assert pixels.dtype == np.uint8 and pixels.shape[2] == 3
+
+    # The cells are the last 2 x 32 rows of pixels above the margin, 40 wide.
+    cells = pixels[-8 - 64 :: 32][:2, :, :]
+    middle = cells[:, np.arange(5) * 40 + 20 + pixels.shape[1] - 8 - 440]
+    white, red, blue, black = [247, 247, 247], [178, 24, 43], [33, 102, 172], [0, 0, 0]
+    assert middle[0].tolist() == [white] * 5
+    assert middle[1, 0].tolist() == red and middle[1, 2].tolist() == black and middle[1, 3].tolist() == blue
+    assert middle[1, 1].tolist() not in (white, blue) and middle[1, 1, 2] > middle[1, 1, 0]  # half: light blue
+
+    big = load_map(np.random.default_rng().integers(0, 99, (58, 256)), [str(layer) for layer in range(58)])
+    assert big.shape[0] < 900 and big.shape[1] < 1200
+
+    board = TensorBoard(tmp_path)
+    board.image("4_detail/expert_load", pixels, 5)
+    board.close()
+    (image,) = events_of(tmp_path).Images("4_detail/expert_load")
+    assert (image.step, image.height, image.width) == (5, *pixels.shape[:2])
 
 
 def test_tensorboard_hides_steps_that_a_resumed_run_repeats(tmp_path: Path) -> None:

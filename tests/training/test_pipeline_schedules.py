@@ -115,7 +115,7 @@ def forwards_of_layers(schedule: str, microbatches: int) -> dict[str, int]:
             layer.register_forward_pre_hook(counted)
     batches = microbatches_of_step(settings, 0, config.vocab_size, 0, 1)
     engine.forward_backward(batches)
-    left = [batch for batch in batches if batch.routing or batch.rotation is not None]
+    left = [batch for batch in batches if batch.routing or batch.k_rotation is not None]
     assert not left, "what layers leave in a micro-batch is freed after its last action"
     return counts
 

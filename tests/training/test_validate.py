@@ -50,6 +50,8 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
     validate(arguments, config, 8)
     validate(arguments.replace(precision="bf16", pipeline_layers=(3, 1)), config, 8)
     validate(arguments.replace(distributed_backend="nccl"), config, 8, gpus=8)
+    validate(arguments.replace(context_parallel_size=2, seq_length=132), config, 8)
+    validate(arguments.replace(tensor_model_parallel_size=4, context_parallel_size=1, seq_length=132), config, 8)
     validate(arguments.replace(recompute_granularity="selective", recompute_modules=("moe", "moe_act")), config, 8)
     validate(arguments.replace(lr_decay_style="wsd", lr_wsd_decay_iters=20, lr_warmup_iters=10), config, 8)
 
@@ -104,6 +106,10 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
             8,
             ["--overlap-moe-expert-parallel-comm hides", "--expert-model-parallel-size 1 none travel: leave it out"],
         ),
+        ({"moe_z_loss_coeff": -1.0}, 8, ["--moe-z-loss-coeff -1.0", "not be negative"]),
+        ({"moe_expert_capacity_factor": 0.0}, 8, ["--moe-expert-capacity-factor 0.0", "above 0"]),
+        ({"moe_token_drop_policy": "position"}, 8, ["policy position", "--moe-expert-capacity-factor"]),
+        ({"moe_token_drop_level": "device"}, 8, ["level device", "--moe-expert-capacity-factor"]),
         ({"global_batch_size": 9}, 8, ["9", "multiple of 2 =", "size 1", "data parallel size 2", "8 or 10"]),
         ({"global_batch_size": 1}, 8, ["--global-batch-size 1 ", "use 2"]),
         ({"seq_length": 129}, 8, ["129", "size 2", "128 or 130"]),
@@ -120,7 +126,22 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
         ({"data_path": ("0.5", "/none/a", "/none/b")}, 8, ["weights must stand before every prefix"]),
         ({"split": "90,x"}, 8, ["--split '90,x'", "969,30,1"]),
         ({"expert_model_parallel_size": 2}, 8, ["--expert-model-parallel-size 2 isn't supported yet"]),
-        ({"context_parallel_size": 2}, 8, ["--context-parallel-size 2 isn't supported yet"]),
+        (
+            {"context_parallel_size": 3, "seq_length": 132},
+            8,
+            ["8 ranks", "tensor 2 · pipeline 2 · context 3", "multiple of 12"],
+        ),
+        (
+            {"context_parallel_size": 2, "seq_length": 130},
+            8,
+            ["--seq-length 130", "divisible by 4", "size 2", "4 chunks", "128 or 132", "aren't padded"],
+        ),
+        (
+            {"context_parallel_size": 4, "tensor_model_parallel_size": 1, "seq_length": 132},
+            8,
+            ["--seq-length 132", "divisible by 8", "size 4", "8 chunks", "128 or 136"],
+        ),
+        ({"context_parallel_size": 2, "seq_length": 3}, 8, ["--seq-length 3", "divisible by 4", "use 4"]),
         ({"train_iters": 0, "lr_warmup_iters": 0, "lr_decay_style": "constant"}, 8, ["--train-iters 0", "at least 1"]),
         ({"lr": float("nan")}, 8, ["--lr nan must be a finite number"]),
         ({"lr": float("inf")}, 8, ["--lr inf must be a finite number"]),
@@ -210,3 +231,24 @@ def test_model_flags_change_the_configuration() -> None:
     changed = read_model_config(Arguments().replace(model=str(TINY), init_method_std=0.5, aux_loss_alpha=0.0))
     assert plain == DeepSeekConfig.from_file(TINY)
     assert changed == dataclasses.replace(plain, initializer_range=0.5, aux_loss_alpha=0.0)
+
+
+def test_what_balances_experts_needs_experts_and_what_balances_groups_needs_groups(
+    arguments: Arguments, config: DeepSeekConfig
+) -> None:
+    by_group = dict(moe_device_level_aux_loss_coeff=0.05, moe_comm_aux_loss_coeff=0.02, moe_token_drop_level="device")
+    asked = arguments.replace(**by_group, moe_expert_capacity_factor=1.0, moe_z_loss_coeff=1e-3, aux_loss_alpha=0.1)
+    validate(asked, config, 8)
+    told = errors(asked, dataclasses.replace(config, n_group=1, topk_group=1))
+    flags = (
+        "--moe-device-level-aux-loss-coeff 0.05",
+        "--moe-comm-aux-loss-coeff 0.02",
+        "--moe-token-drop-level device",
+    )
+    assert [error.partition(" needs groups")[0] for error in told] == list(flags)
+    assert all("n_group 1, topk_method noaux_tc" in error for error in told)
+    v2 = DeepSeekConfig.from_file(TINY.with_name("tiny_v2.json"))
+    assert len(errors(asked, dataclasses.replace(v2, n_group=4))) == 3  # greedy doesn't look at them
+    dense = dataclasses.replace(config, first_k_dense_replace=4, num_nextn_predict_layers=0)
+    told = errors(asked, dense)
+    assert len(told) == 6 and all("needs experts and no layer of the model has any" in error for error in told)
