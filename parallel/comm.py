@@ -243,7 +243,11 @@ class Exchange:
             self._under_way.append((work, arriving, leaving))
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """What has arrived, by source rank. Blocks until it has (NCCL: the device's stream does)."""
+        """What has arrived, by source rank. Blocks until it has (NCCL: the device's stream does).
+
+        Whatever else this rank may compute meanwhile runs first.
+        """
+        self.axis.baton.pass_on()
         for work, _, _ in self._under_way:
             work.wait()
         arrived = tuple(arriving for _, arriving, _ in self._under_way)

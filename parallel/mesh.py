@@ -1,8 +1,8 @@
 """Ranks on a grid, and the process groups that fall out of it.
 
 Lives here: the arithmetic of layouts (pure, testable for thousands of ranks) and the groups built from it. Imports
-nothing of this project but the ledger. Grid: `arange(world).view(pp, dp, cp, tp)`, tensor fastest (Megatron's order);
-experts read the same ranks of a stage as `view(pp, edp, ep)` with `ep * edp = dp * cp * tp`.
+nothing of this project but the ledger and the baton. Grid: `arange(world).view(pp, dp, cp, tp)`, tensor fastest, as
+Megatron's; experts read the same ranks of a stage as `view(pp, edp, ep)` with `ep * edp = dp * cp * tp`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from parallel.baton import Baton
 from parallel.ledger import Ledger
 
 Partition = list[list[int]]
@@ -85,7 +86,7 @@ class Axis:
 
     name: the axis; ranks: global ranks of this group in axis order; rank: this process's index among them; group: the
     process group, None where the group is this rank alone (collectives are then no-ops); ledger: where `comm` counts
-    what is sent.
+    what is sent; baton: passed on before a wait, to what else this rank may compute meanwhile.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Axis:
     rank: int
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     ledger: Ledger = field(default_factory=Ledger, repr=False)
+    baton: Baton = field(default_factory=Baton, repr=False)
 
     @property
     def size(self) -> int:
@@ -121,6 +123,7 @@ class Mesh:
         self.world_size = world_size
         self.device = device
         self.ledger = Ledger()
+        self.baton = Baton(device)
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._copies: dict[tuple[int, ...], Axis] = {}
@@ -200,7 +203,7 @@ class Mesh:
         alone or not.
         """
         if all(len(ranks) == 1 for ranks in partition):
-            return Axis(name, (self.rank,), 0, None, self.ledger)
+            return Axis(name, (self.rank,), 0, None, self.ledger, self.baton)
         ranks = next(tuple(ranks) for ranks in partition if self.rank in ranks)
         key = tuple(rank for group in partition for rank in (len(group), *group))
         group = self._groups.get(key) if shared else None
@@ -212,4 +215,5 @@ class Mesh:
             )
         if shared:
             self._groups[key] = group
-        return Axis(name, ranks, ranks.index(self.rank), group if len(ranks) > 1 else None, self.ledger)
+        group = group if len(ranks) > 1 else None
+        return Axis(name, ranks, ranks.index(self.rank), group, self.ledger, self.baton)

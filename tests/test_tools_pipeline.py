@@ -49,6 +49,19 @@ def test_drawing_comparing_and_the_critical_path(capsys: pytest.CaptureFixture[s
     assert picture.read_bytes().startswith(b"\x89PNG") and f"wrote {picture}" in out
 
 
+def test_what_runs_together_is_marked_and_compared_with_the_table_without(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = printed(
+        capsys, "--schedule", "dualpipe-v", "--overlap", "--compare", "dualpipe-v", *SIZES, "--width", "200"
+    )
+    overlapped, plain = drawn.split("\n\n")[:2]
+    assert overlapped.startswith("dualpipe-v, overlapped: 4 ranks, 8 micro-batches, makespan 27, idle 11.1%")
+    assert plain.startswith("dualpipe-v: 4 ranks, 8 micro-batches, makespan 25.5, idle 5.9%")
+    pairs = make_schedule("dualpipe-v", 4, 8, together=True).together
+    for rank, line in enumerate(overlapped.splitlines()[1:5]):
+        assert line.count("&") == len(pairs[rank])
+    assert "& runs together with the next" in overlapped and "&" not in plain
+
+
 def test_the_list_has_every_schedule_with_the_least_idle_first(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "--list", *SIZES, "--costs", "1,1.5,0.5").splitlines()
     rows = [line.split() for line in lines[1:-1]]

@@ -69,6 +69,10 @@ class Arguments:
     chunks: int | None = None
     """Stages that each rank holds, where that is open: interleaved has 2 when not given, auto tries 1 to 4."""
 
+    overlap: bool = False
+    """For dualpipe-v: forwards run together with backwards, as with --overlap-moe-expert-parallel-comm. The picture
+    shows what that costs; what it hides is in the times that are given."""
+
     memory_limit: float | None = None
     """Micro-batches' activations that a rank may keep, in its share of the layers: tells which schedules fit. For auto
     as many as there are ranks when not given."""
@@ -120,6 +124,8 @@ def _answer(options: Arguments, width: int) -> None:
         raise ValueError(f"--schedule is missing: choose one of {', '.join(_NAMES)}, or --list, or --measured")
     if options.png and not options.schedule:
         raise ValueError(f"--png {options.png} needs --schedule: --list alone draws nothing")
+    if options.overlap and not options.schedule:
+        raise ValueError("--overlap is for --schedule dualpipe-v: name it, or leave --overlap out")
     if options.schedule:
         _draw_simulated(options, share, width)
     if options.list:
@@ -159,19 +165,27 @@ def _share_costs(options: Arguments) -> ShareCosts:
     return costs
 
 
-def _simulated(name: str, options: Arguments, share: ShareCosts) -> tuple[Timeline, Costs]:
+def _simulated(name: str, options: Arguments, share: ShareCosts, together: bool = False) -> tuple[Timeline, Costs]:
     """The named schedule on paper. Chunks count where the schedule leaves them open, or was asked for by itself."""
     ranks, microbatches, chunks = options.stages, options.microbatches, options.chunks
     if name not in (options.schedule, AUTO) and name in SCHEDULES and SCHEDULES[name].chunks is not None:
         chunks = None
-    schedule = make_schedule(name, ranks, microbatches, chunks, costs=share, memory_limit=options.memory_limit)
+    schedule = make_schedule(
+        name,
+        ranks,
+        microbatches,
+        chunks,
+        together=together,
+        costs=share,
+        memory_limit=options.memory_limit,
+    )
     costs = Costs.even(schedule.placement, share)
     return simulate(schedule, costs), costs
 
 
 def _draw_simulated(options: Arguments, share: ShareCosts, width: int) -> None:
-    timeline, costs = _simulated(options.schedule, options, share)
-    panels = [(options.schedule, timeline)]
+    timeline, costs = _simulated(options.schedule, options, share, options.overlap)
+    panels = [(timeline.schedule.name, timeline)]
     for name in filter(None, options.compare.split(",")):
         panels.append((name, _simulated(name, options, share)[0]))
     print(draw_texts(panels, None, width, _colour()), end="\n\n")

@@ -114,6 +114,8 @@ class ParallelArguments:
     """Layers of each stage in the model's order, such as 2,1,1; by default balanced by cost, head and MTP counted."""
     pipeline_model_parallel_layout: Unset[str] = None
     """The same as Megatron writes it, such as "Et*3|(tt|)*28,mL": E embedding, t layer, m MTP, L head, | next stage."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """For dualpipe-v: a forward runs together with a backward, and tokens of one travel while the other computes."""
     pipeline_costs: CostList = ()
     """For auto: times of a rank's forward, input gradient and weight gradient, and of a message; by default counted."""
     pipeline_memory_limit: Unset[float] = None

@@ -193,8 +193,7 @@ _LINES = {
         "leave it out: --recompute-granularity full recomputes each block by itself, and all of them"
     ),
     "distribute-saved-activations": "leave it out: what a block keeps is split over tensor-parallel ranks already",
-    "moe-token-dispatcher-type moe-enable-deepep moe-deepep-num-sms moe-shared-expert-overlap "
-    "overlap-moe-expert-parallel-comm moe-hybridep-*": (
+    "moe-token-dispatcher-type moe-enable-deepep moe-deepep-num-sms moe-shared-expert-overlap moe-hybridep-*": (
         "not there yet: every rank holds its stage's experts, so no token travels to another rank"
     ),
     "cp-comm-type hierarchical-context-parallel-sizes": (

@@ -46,7 +46,8 @@ def schedule_of(
     parallel = arguments.parallel
     ranks, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     if parallel.pipeline_schedule != AUTO:
-        return make_schedule(parallel.pipeline_schedule, ranks, microbatches, chunks)
+        together = parallel.overlap_moe_expert_parallel_comm
+        return make_schedule(parallel.pipeline_schedule, ranks, microbatches, chunks, together=together)
     if chunks is None and (stages := stages_given(arguments)):
         chunks = max(1, stages // ranks)
     search = partial(

@@ -188,7 +188,7 @@ def _check_experts(arguments: Arguments, config: DeepSeekConfig, world_size: int
 
 def _check_pipeline(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
     """The schedule can have these numbers, and every stage gets something to do."""
-    from parallel.pipeline.catalogue import AUTO
+    from parallel.pipeline.catalogue import AUTO, SCHEDULES
     from training.pipeline import layers_of_stages, microbatches_of, placement_asked, schedule_of, stages_given
 
     parallel, training = arguments.parallel, arguments.training
@@ -208,6 +208,18 @@ def _check_pipeline(arguments: Arguments, config: DeepSeekConfig, world_size: in
     for name, value in (("pipeline_costs", costs), ("pipeline_memory_limit", limit)):
         if value and parallel.pipeline_schedule != AUTO:
             yield f"{_flag(name)} is for --pipeline-schedule auto, not {parallel.pipeline_schedule}: leave it out"
+    if parallel.overlap_moe_expert_parallel_comm:
+        if parallel.pipeline_schedule == AUTO or SCHEDULES[parallel.pipeline_schedule].together is None:
+            yield (
+                "--overlap-moe-expert-parallel-comm is for --pipeline-schedule dualpipe-v, not "
+                f"{parallel.pipeline_schedule}: leave it out"
+            )
+            return
+        if parallel.expert_model_parallel_size == 1:
+            yield (
+                "--overlap-moe-expert-parallel-comm hides tokens' way to experts on other ranks, and with "
+                "--expert-model-parallel-size 1 none travel: leave it out"
+            )
     if parallel.pipeline_layers and parallel.pipeline_model_parallel_layout is not None:
         yield "--pipeline-layers and --pipeline-model-parallel-layout say the same: leave one out"
         return

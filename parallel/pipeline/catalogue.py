@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from parallel.pipeline.interleaved import interleaved
 from parallel.pipeline.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
@@ -21,12 +22,13 @@ class Entry:
 
     build(ranks, microbatches, chunks): the table, legal for any number of micro-batches from 1 on; chunks: how many
     stages each rank holds (None: any number, as asked); v_shaped: rank r holds stages r and 2·ranks-1-r, rather than
-    r, r + ranks, ….
+    r, r + ranks, …; together(ranks, microbatches): the table that runs forwards together with backwards, if it has one.
     """
 
     build: Callable[[int, int, int], Schedule]
     chunks: int | None = 1
     v_shaped: bool = False
+    together: Callable[[int, int], Schedule] | None = None
 
     def placement(self, ranks: int, chunks: int) -> tuple[int, ...]:
         """The rank of each stage."""
@@ -38,8 +40,8 @@ def _plain(build: Callable[[int, int], Schedule]) -> Entry:
     return Entry(lambda ranks, microbatches, _: build(ranks, microbatches))
 
 
-def _on_a_v(build: Callable[[int, int], Schedule]) -> Entry:
-    return Entry(lambda ranks, microbatches, _: build(ranks, microbatches), chunks=2, v_shaped=True)
+def _on_a_v(build: Callable[[int, int], Schedule], together: Callable[[int, int], Schedule] | None = None) -> Entry:
+    return Entry(lambda ranks, microbatches, _: build(ranks, microbatches), chunks=2, v_shaped=True, together=together)
 
 
 SCHEDULES: dict[str, Entry] = {
@@ -51,7 +53,7 @@ SCHEDULES: dict[str, Entry] = {
     "zb-v": _on_a_v(zb_v),
     "v-half": _on_a_v(v_half),
     "v-min": _on_a_v(v_min),
-    "dualpipe-v": _on_a_v(dualpipe_v),
+    "dualpipe-v": _on_a_v(dualpipe_v, partial(dualpipe_v, together=True)),
 }
 
 AUTO = "auto"

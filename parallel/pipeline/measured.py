@@ -60,18 +60,21 @@ def costs_of(timeline: Timeline, alignment: float = 0.0) -> Costs:
 
 def _send(timeline: Timeline) -> float:
     """See `costs_of`: of the messages for which the receiver had nothing else to do when they left."""
-    schedule = timeline.schedule
-    spans: dict[Action, Span] = {}
-    free: dict[Action, float] = {}
-    for row, times in zip(schedule.actions, timeline.spans, strict=True):
-        spans |= dict(zip(row, times, strict=True))
-        free |= {action: span.end for action, span in zip(row[1:], times, strict=False)}
+    schedule, before = timeline.schedule, dependencies(timeline.schedule)
+    ranks = list(enumerate(zip(schedule.actions, timeline.spans, strict=True)))
+    left: dict[Action, float] = {}
+    for rank, (row, spans) in ranks:
+        for places in schedule.cells(rank):
+            left |= {row[place]: spans[places[-1]].end for place in places}
     gaps = []
-    for action, needed in dependencies(schedule).items():
-        for sender in needed:
-            away = schedule.placement[sender.stage] != schedule.placement[action.stage]
-            if away and spans[sender].end > free.get(action, float("-inf")):
-                gaps.append(spans[action].start - spans[sender].end)
+    for rank, (row, spans) in ranks:
+        free = float("-inf")
+        for places in schedule.cells(rank):
+            needs = [needed for place in places for needed in before[row[place]]]
+            last = max((left[needed] for needed in needs if schedule.placement[needed.stage] != rank), default=free)
+            if last > free:
+                gaps.append(spans[places[0]].start - last)
+            free = spans[places[-1]].end
     return max(0.0, median(gaps)) if gaps else 0.0
 
 
@@ -108,6 +111,7 @@ def write_measured(directory: Path, measured: Measured) -> tuple[Path, Path]:
             "placement": schedule.placement,
             "promised_peak": schedule.promised_peak,
             "actions": [[str(action) for action in row] for row in schedule.actions],
+            "together": schedule.together,
         },
         "spans": [[[round(time, 9) for time in span] for span in row] for row in measured.timeline.spans],
     }
@@ -136,9 +140,9 @@ def read_measured(path: Path) -> Measured:
         content = json.loads(path.read_text(encoding="utf-8"))
         told = content["schedule"]
         rows = tuple(tuple(map(_action, row)) for row in told["actions"])
-        schedule = Schedule(
-            told["name"], told["microbatches"], tuple(told["placement"]), rows, promised_peak=told["promised_peak"]
-        )
+        together = tuple(map(tuple, told.get("together", ())))  # files of older runs don't have it
+        placement = tuple(told["placement"])
+        schedule = Schedule(told["name"], told["microbatches"], placement, rows, told["promised_peak"], together)
         check(schedule)
         spans = tuple(tuple(Span(float(start), float(end)) for start, end in row) for row in content["spans"])
         if list(map(len, spans)) != list(map(len, rows)):

@@ -8,6 +8,7 @@ operations of a pair on one communicator form a queue, in which a send may block
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -35,7 +36,8 @@ class RankMessages:
     """One rank's part: by the action's place in its row, what is received for it, sent after it, and posted before it.
 
     posts[i]: the places of the actions whose receive is posted just before action i starts, in that order; over[i]: the
-    places of sends that must have been received when action i ends, since it needs what came of them.
+    places of sends that must have been received when action i ends, since it needs what came of them. Of actions that
+    run together both lie at the first one's place.
     """
 
     received: dict[int, Message]
@@ -102,26 +104,32 @@ def _reach(schedule: Schedule, before: dict[Action, tuple[Action, ...]]) -> dict
     Raises ValueError, naming ranks and actions, where actions wait for ones that never come.
     """
     clock: dict[Action, list[int]] = {}
-    position = [0] * schedule.ranks
+    cells = [deque(schedule.cells(rank)) for rank in range(schedule.ranks)]
     last = [[0] * schedule.ranks for _ in schedule.actions]
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(schedule.actions):
-            while position[rank] < len(row):
-                action = row[position[rank]]
-                if any(needed not in clock for needed in before[action]):
+            while cells[rank]:
+                cell = [row[place] for place in cells[rank][0]]
+                needs = [needed for action in cell for needed in before[action]]
+                if any(needed not in clock for needed in needs):
                     break
                 known = list(last[rank])
-                for needed in before[action]:
+                for needed in needs:
                     # What ran on this rank is known already.
                     if schedule.placement[needed.stage] != rank:
                         known = list(map(max, known, clock[needed]))
-                position[rank] += 1
-                known[rank] = position[rank]
-                clock[action] = last[rank] = known
+                known[rank] += len(cell)
+                last[rank] = known
+                clock |= dict.fromkeys(cell, known)
+                cells[rank].popleft()
                 moved = True
-    stuck = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(schedule.actions) if position[r] < len(row)]
+    stuck = [
+        f"rank {rank} at {' with '.join(str(row[place]) for place in cells[rank][0])}"
+        for rank, row in enumerate(schedule.actions)
+        if cells[rank]
+    ]
     if stuck:
         raise ValueError(f"{schedule.name} deadlocks: {'; '.join(stuck)} wait for actions that never come")
     return clock

@@ -32,16 +32,18 @@ _ANSI = {
     Kind.WEIGHT_GRADIENT: (28, 114, 34, 157),
 }
 _FILLS = "-=~+"
+_JOINED = "&"
 
 
 class Cell(NamedTuple):
-    """One action in the picture. chunk: which of its rank's stages it runs on, 0 first."""
+    """One action in the picture. chunk: which of its rank's stages it runs on, 0 first; joined: with the next one."""
 
     kind: Kind
     chunk: int
     microbatch: int
     start: float
     end: float
+    joined: bool = False
 
 
 def cells(timeline: Timeline) -> list[list[Cell]]:
@@ -51,10 +53,11 @@ def cells(timeline: Timeline) -> list[list[Cell]]:
     drawn = []
     for rank, (row, spans) in enumerate(zip(schedule.actions, timeline.spans, strict=True)):
         chunks = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
+        joined = [len(places) == 2 and place == places[0] for places in schedule.cells(rank) for place in places]
         drawn.append(
             [
-                Cell(action.kind, chunks[action.stage], action.microbatch, span.start - first, span.end - first)
-                for action, span in zip(row, spans, strict=True)
+                Cell(action.kind, chunks[action.stage], action.microbatch, span.start - first, span.end - first, pair)
+                for action, span, pair in zip(row, spans, joined, strict=True)
             ]
         )
     return drawn
@@ -174,10 +177,14 @@ def _paint(row: Sequence[Cell], shown: Sequence[int | None], colour: bool) -> st
 def _painted(cell: Cell, width: int, colour: bool) -> str:
     letter = cell.kind.value if cell.chunk % 2 == 0 else cell.kind.value.lower()
     number = str(cell.microbatch)
-    if not colour:
-        label = letter + number if len(number) < width else letter
-        return label.ljust(width, _FILLS[cell.chunk % len(_FILLS)])
-    return _coloured((number if len(number) <= width else letter).ljust(width), cell.kind, cell.chunk)
+    if colour:
+        label, fill = number if len(number) <= width else letter, " "
+    else:
+        label, fill = letter + number if len(number) < width else letter, _FILLS[cell.chunk % len(_FILLS)]
+    text = label.ljust(width, fill)
+    if cell.joined and len(label) < width:
+        text = text[:-1] + _JOINED
+    return _coloured(text, cell.kind, cell.chunk) if colour else text
 
 
 def _coloured(text: str, kind: Kind, chunk: int) -> str:
@@ -231,7 +238,8 @@ def _legend(schedule: Schedule, width: int, colour: bool) -> list[str]:
         ]
         entries.append((" ".join(keys) + f" {KIND_NAMES[kind]}", 4 * len(keys) + len(KIND_NAMES[kind])))
     stages = "" if chunks == 1 else f"; of a rank's {', '.join(map(ordinal, range(chunks)))} stage"
-    entries.append((note := f"number: micro-batch{stages}; . idle", len(note)))
+    pairs = f"; {_JOINED} runs together with the next" if any(schedule.together) else ""
+    entries.append((note := f"number: micro-batch{stages}; . idle{pairs}", len(note)))
     lines, used = [""], 0
     for text, length in entries:  # by hand: textwrap would count colours as columns
         if used and used + 3 + length > width:

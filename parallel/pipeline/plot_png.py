@@ -1,7 +1,8 @@
 """Pictures of time lines as PNG, one below another, each with its ranks' memory over time.
 
 Lives here: `draw_png`. Imports `schedule`, `simulate` and `plot`, no torch, and matplotlib inside functions only: a run
-that draws nothing needn't have it. Colours: a hue for each kind, lighter for the further stages of a rank.
+that draws nothing needn't have it. Colours: a hue for each kind, lighter for the further stages of a rank; a frame
+around two actions that run together.
 """
 
 from __future__ import annotations
@@ -83,6 +84,9 @@ def _draw_rows(axes: Axes, rows: Sequence[Sequence[Cell]], until: float, width: 
     for (rank, kind, chunk), alike in by_colour.items():
         spans = [(cell.start, cell.end - cell.start) for cell in alike]
         axes.broken_barh(spans, (rank - 0.45, 0.9), facecolors=_shade(kind, chunk), edgecolor="white", linewidth=0.4)
+    for rank, row in enumerate(rows):  # a frame around what runs together
+        pairs = [(cell.start, after.end - cell.start) for cell, after in zip(row, row[1:], strict=False) if cell.joined]
+        axes.broken_barh(pairs, (rank - 0.45, 0.9), facecolors="none", edgecolor="black", linewidth=0.8)
     every = [cell for row in rows for cell in row]
     durations = {kind: [cell.end - cell.start for cell in every if cell.kind is kind] for kind in Kind}
     typical = min(median(of_kind) for of_kind in durations.values() if of_kind)

@@ -22,8 +22,10 @@ from parallel.pipeline.simulate import Span, Timeline
 class ActionClock:
     """Takes the times of one rank's actions: `begin()`, then `start()` and `stop()` around each one's computation.
 
-    On a CPU it reads the host's clock. On a GPU it records events, so that the host runs on and the times are those of
-    the device. It keeps the times of one run of a table, the last that was begun.
+    Around two that run together too, with `turn()` each time that the other one goes on. Each then counts for as long
+    as it ran or waited itself, and the two are told one after the other, as `simulate` tells them. On a CPU it reads
+    the host's clock. On a GPU it records events, so that the host runs on and the times are those of the device. It
+    keeps the times of one run of a table, the last that was begun.
     """
 
     def __init__(self, device: torch.device):
@@ -31,12 +33,12 @@ class ActionClock:
         self.barrier_seconds = 0.0
         """How long this rank was in the barrier that aligns the ranks; see `measured_timeline`."""
         self.schedule: Schedule | None = None
-        self._starts: list[float | torch.cuda.Event] = []
-        self._stops: list[float | torch.cuda.Event] = []
+        self._moments: list[list[float | torch.cuda.Event]] = []
+        """Of each computation: its start, its turns and its end."""
 
     def begin(self, schedule: Schedule, axis: Axis) -> None:
         """A run of `schedule` begins: let time 0 be the same on all ranks of the pipeline. Collective over `axis`."""
-        self.schedule, self._starts, self._stops = schedule, [], []
+        self.schedule, self._moments = schedule, []
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         barrier(axis)  # whoever was late has come now: the next one is as short as can be
@@ -47,18 +49,30 @@ class ActionClock:
 
     def start(self) -> None:
         """The computation of the next action begins: what it needs has come."""
-        self._starts.append(self._now())
+        self._moments.append([self._now()])
+
+    def turn(self) -> None:
+        """Of two actions that run together the other one goes on."""
+        self._moments[-1].append(self._now())
 
     def stop(self) -> None:
         """It has ended; on a GPU: all of it has been launched."""
-        self._stops.append(self._now())
+        self._moments[-1].append(self._now())
 
     def spans(self) -> list[Span]:
         """When the actions ran, in the order they were timed, in seconds since `begin()`. Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        moments = zip(self._starts, self._stops, strict=True)
-        return [Span(self._since_origin(start), self._since_origin(stop)) for start, stop in moments]
+        spans = []
+        for moments in self._moments:
+            times = [self._since_origin(moment) for moment in moments]
+            start, stop = times[0], times[-1]
+            if len(times) > 2:  # the one on this thread ran from each even moment to the next
+                middle = start + sum(end - begin for begin, end in zip(times[::2], times[1::2], strict=False))
+                spans.append(Span(start, middle))
+                start = middle
+            spans.append(Span(start, stop))
+        return spans
 
     def _now(self) -> float | torch.cuda.Event:
         if self.device.type != "cuda":

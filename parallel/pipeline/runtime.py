@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ class _Step:
         self.microbatches, self.shape = microbatches, shape
         self.rank = runtime.mesh.pp.rank
         self.training = any(action.kind is not Kind.FORWARD for action in schedule.actions[self.rank])
-        self.now: Action | None = None
+        self.now: tuple[Action, ...] = ()
         self.waits: Message | None = None
         self.posted: dict[int, tuple[torch.Tensor, Work]] = {}
         self.sends: dict[int, tuple[Work, torch.Tensor]] = {}
@@ -145,36 +146,37 @@ class _Step:
         self.deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def run(self, row: Sequence[Action]) -> None:
-        """The numbered steps of every action: post, receive, compute, hand on, forget."""
+        """The numbered steps of every action, or two together: post, receive, compute, hand on, forget."""
         left = Counter(action.microbatch for action in row)
         clock = self.runtime.clock
         if clock is not None:
             clock.begin(self.schedule, self.runtime.mesh.pp)
-        for place, action in enumerate(row):
-            self.now = action
+        for places in self.schedule.cells(self.rank):
+            self.now = tuple(row[place] for place in places)
             # 1. receives of later actions, as early as the plan allows
-            for later in self.messages.posts[place]:
+            for later in self.messages.posts[places[0]]:
                 self._post(later)
-            # 2. what this action needs from other ranks or from another stage here
-            incoming = self._incoming(place, action)
+            # 2. what these actions need from other ranks or from another stage here
+            incoming = [self._incoming(place, row[place]) for place in places]
             # 3. the computation
             if clock is not None:
                 clock.start()
-            outgoing = self._compute(action, incoming)
+            outgoing = self._compute_all(incoming)
             if clock is not None:
                 clock.stop()
             del incoming
-            # 4. its result on its way
-            self._hand_on(place, action, outgoing)
-            del outgoing
+            # 4. the results on their way
+            for place in places:
+                self._hand_on(place, row[place], outgoing.pop(0))
             # 5. sends that are done, micro-batches that are over
-            for sent in self.messages.over[place]:  # gloo never says that a send is completed before it is waited for
+            for sent in self.messages.over[places[0]]:  # gloo never says that a send is over before it is waited for
                 self._end_send(sent)
             while self.sends and next(iter(self.sends.values()))[0].is_completed():
                 self.sends.pop(next(iter(self.sends)))
-            left[action.microbatch] -= 1
-            if self.runtime.finished is not None and not left[action.microbatch]:
-                self.runtime.finished(self.microbatches[action.microbatch])
+            for action in self.now:
+                left[action.microbatch] -= 1
+                if self.runtime.finished is not None and not left[action.microbatch]:
+                    self.runtime.finished(self.microbatches[action.microbatch])
         # Nobody may leave with a message still under way: the receiver would see a closed connection.
         for sent in tuple(self.sends):
             self._end_send(sent)
@@ -213,7 +215,7 @@ class _Step:
         """The action that this rank is in, or waits for, in words."""
         if self.waits is not None:
             return self._waited_for(self.waits)
-        return f"pipeline rank {self.rank} ({self.schedule.name}) was in {self.now}"
+        return f"pipeline rank {self.rank} ({self.schedule.name}) was in {' with '.join(map(str, self.now))}"
 
     def _lost(self, message: Message, error: RuntimeError) -> RuntimeError:
         """What to raise when a peer is gone."""
@@ -232,6 +234,19 @@ class _Step:
             f"pipeline rank {self.rank} ({self.schedule.name}) waited for {what} pipeline rank {peer} "
             f"(rank {self.runtime.mesh.pp.ranks[peer]})"
         )
+
+    def _compute_all(self, incoming: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Run the actions of this moment: one, or a forward and a backward in turns.
+
+        The backward begins, with rows that travel at once, hidden by the forward's attention, whose rows then are
+        hidden by the backward's experts; its own next ones by the forward's experts, and so on in turn.
+        """
+        works = [partial(self._compute, action, came) for action, came in zip(self.now, incoming, strict=True)]
+        if len(works) == 1:
+            return [works[0]()]
+        clock = self.runtime.clock
+        turn = None if clock is None else clock.turn
+        return list(self.runtime.mesh.baton.together(works[0], works[1], turn))
 
     def _compute(self, action: Action, incoming: torch.Tensor | None) -> torch.Tensor | None:
         """Run one action; returns what the stage after it (forward) or before it (backward) gets."""

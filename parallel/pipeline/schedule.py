@@ -52,7 +52,9 @@ class Schedule:
 
     placement: the rank of each stage, stage 0 first; actions: for each rank what it does, in order; promised_peak: the
     most activations any rank may keep, in one rank's share of one micro-batch (see `peak_activations`); None: no
-    promise.
+    promise; together: for each rank the places of forwards that run together with the backward after them, to hide
+    what one waits for behind what the other computes. Such a pair begins when both have what they need, and hands both
+    results on at its end. Empty: no rank has one.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Schedule:
     placement: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
     promised_peak: float | None = None
+    together: tuple[tuple[int, ...], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -72,6 +75,11 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, in order."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    def cells(self, rank: int) -> list[tuple[int, ...]]:
+        """The places of a rank's row in order, grouped as they run: one by one, and both of a pair together."""
+        paired = set(self.together[rank]) if self.together else set()
+        return [(i, i + 1) if i in paired else (i,) for i in range(len(self.actions[rank])) if i - 1 not in paired]
 
     def forward_only(self) -> Schedule:
         """The same table without backward actions: what evaluation runs."""

@@ -2,11 +2,13 @@
 
 Lives here: `Costs`, the simulation, and `Timeline`, which measured runs are described by too. Imports `schedule` only;
 no torch. Times are in any one unit. A rank computes one action at a time, in its row's order; a message between two
-ranks takes `send` after the action that made it and holds up neither; stages of one rank hand on at once.
+ranks takes `send` after the action that made it and holds up neither; stages of one rank hand on at once. Actions that
+run together take the sum of their times: what one hides of the other is in the times that are given.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -109,23 +111,26 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     before = dependencies(schedule)
+    cells = [deque(schedule.cells(rank)) for rank in range(schedule.ranks)]
     left = sum(map(len, schedule.actions))
     while left:
         moved = left
         for rank, row in enumerate(schedule.actions):
-            while len(spans[rank]) < len(row):
-                action = row[len(spans[rank])]
-                start = spans[rank][-1].end if spans[rank] else 0.0
+            while cells[rank]:
+                cell = [row[place] for place in cells[rank][0]]
+                end = spans[rank][-1].end if spans[rank] else 0.0
                 try:
-                    for needed in before[action]:
+                    for needed in (needed for action in cell for needed in before[action]):
                         away = 0.0 if schedule.placement[needed.stage] == rank else costs.send
-                        start = max(start, ends[needed] + away)
+                        end = max(end, ends[needed] + away)
                 except KeyError:
                     break
-                end = start + costs.of(action)
-                ends[action] = end
-                spans[rank].append(Span(start, end))
-                left -= 1
+                for action in cell:
+                    spans[rank].append(Span(end, end + costs.of(action)))
+                    end = spans[rank][-1].end
+                ends |= dict.fromkeys(cell, end)
+                cells[rank].popleft()
+                left -= len(cell)
         if moved == left:
             raise ValueError(f"{schedule.name} deadlocks: see check()")
     return Timeline(schedule, tuple(map(tuple, spans)))
@@ -159,15 +164,23 @@ def critical_path(timeline: Timeline, costs: Costs) -> list[Action]:
     previous = {after: a for row in timeline.schedule.actions for a, after in zip(row, row[1:], strict=False)}
     before = dependencies(timeline.schedule)
     placement = timeline.schedule.placement
+    partner = {  # of the forward of a pair, which needs what its backward needs, and hands on when that ends
+        row[place]: row[place + 1]
+        for row, places in zip(timeline.schedule.actions, timeline.schedule.together, strict=False)
+        for place in places
+    }
+    second = set(partner.values())
     action = max(spans, key=lambda a: spans[a].end)
     path = [action]
     while True:
         waited: list[tuple[float, Action]] = []
         if action in previous:
             waited.append((spans[previous[action]].end, previous[action]))
-        for needed in before[action]:
+        needs = before[action] + (before[partner[action]] if action in partner else ())
+        for needed in () if action in second else needs:
             away = 0.0 if placement[needed.stage] == placement[action.stage] else costs.send
-            waited.append((spans[needed].end + away, needed))
+            last = partner.get(needed, needed)
+            waited.append((spans[last].end + away, last))
         if not waited:
             return path[::-1]
         _, action = max(waited, key=lambda entry: entry[0])

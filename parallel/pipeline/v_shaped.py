@@ -2,7 +2,7 @@
 
 Lives here: pure functions from (ranks, micro-batches) to a `Schedule`. Imports `schedule` only. Sources: ZB-V
 (2401.10241), V-Half and V-Min (controllable memory, 2405.15362), DualPipeV (DeepSeek-V3, 2412.19437, and DualPipe's
-README), here without overlapping a forward with a backward.
+README), whose steady phase can run a forward together with a backward.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class _Row:
         self._waiting: deque[Action] = deque()
         self._next: dict[tuple[bool, int], int] = {}
         self.actions: list[Action] = []
+        self.together: set[Action] = set()
 
     def _add(self, kind: Kind, side: int) -> Action:
         key = kind is Kind.FORWARD, side
@@ -44,6 +45,13 @@ class _Row:
 
     def backward(self, side: int) -> None:
         self._add(Kind.BACKWARD, side)
+
+    def forward_and_backward(self, forward: int, backward: int, together: bool) -> None:
+        """F and B one after the other, or together."""
+        self._add(Kind.FORWARD, forward)
+        if together:
+            self.together.add(self.actions[-1])
+        self._add(Kind.BACKWARD, backward)
 
     def input_gradient(self, side: int) -> None:
         """I, whose W waits until `weight_gradient`."""
@@ -67,12 +75,18 @@ def _by_phases(
     Phases are published for `fewest` micro-batches and more. A table stays legal when one of its micro-batches is left
     out everywhere, so fewer micro-batches take the table of `fewest` without the last ones.
     """
-    rows = []
+    rows, together = [], []
     for rank in range(ranks):
         row = _Row(rank, ranks)
         write(row, rank, max(microbatches, fewest))
-        rows.append(tuple(action for action in row.actions if action.microbatch < microbatches))
-    return Schedule(name, microbatches, v_placement(ranks), tuple(rows), promised_peak=min(peak, microbatches))
+        left = tuple(action for action in row.actions if action.microbatch < microbatches)
+        pairs = zip(row.actions, row.actions[1:], strict=False)
+        whole = {forward for forward, b in pairs if forward in row.together and b.microbatch < microbatches}
+        rows.append(left)
+        together.append(tuple(place for place, action in enumerate(left) if action in whole))
+    promised = min(peak, microbatches)
+    pairs_of_ranks = tuple(together) if any(together) else ()
+    return Schedule(name, microbatches, v_placement(ranks), tuple(rows), promised, pairs_of_ranks)
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
@@ -108,11 +122,12 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     return _by_phases("zb-v", ranks, microbatches, 2 * ranks - 1, ranks, write)
 
 
-def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+def dualpipe_v(ranks: int, microbatches: int, together: bool = False) -> Schedule:
     """DualPipe folded onto its first half, without a second copy of the parameters.
 
     W is split off where others wait for I: in the first and the last phases. In the steady phase a forward stands
-    before each backward of another micro-batch, whose communication it could hide.
+    before each backward of another micro-batch. together: they run so, which hides the messages inside a stage; since
+    a forward is handed on only when its backward ends, ranks idle (ranks - 1)/2 forwards of a rank longer.
     """
 
     def write(row: _Row, rank: int, count: int) -> None:
@@ -126,15 +141,13 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
             row.input_gradient(UP)
             row.weight_gradient()
             row.forward(UP)
-        for _ in range(count - 2 * ranks + rank + 1):  # 4. steady
-            row.forward(DOWN)
-            row.backward(UP)
-            row.forward(UP)
-            row.backward(DOWN)
+        for i in range(count - 2 * ranks + rank + 1):  # 4. steady
+            # The last rank's first backward is what all others wait for: it isn't held up by a forward.
+            row.forward_and_backward(DOWN, UP, together and (rank < ranks - 1 or i > 0))
+            row.forward_and_backward(UP, DOWN, together)
         for _ in range(after):  # 5.
             row.backward(UP)
-            row.forward(UP)
-            row.backward(DOWN)
+            row.forward_and_backward(UP, DOWN, together)
         for i in range(2 * (rank + 1)):  # 6. up and down in turn: whole first, then split
             side = DOWN if i % 2 else UP
             if i <= rank:
@@ -146,7 +159,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
             row.input_gradient(DOWN)
         row.all_weight_gradients()  # 8.
 
-    return _by_phases("dualpipe-v", ranks, microbatches, 2 * ranks, ranks + 0.5, write)
+    name = "dualpipe-v, overlapped" if together else "dualpipe-v"
+    return _by_phases(name, ranks, microbatches, 2 * ranks, ranks + 0.5, write)
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:

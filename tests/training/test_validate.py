@@ -102,6 +102,12 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
         ({"pipeline_costs": (1.0, 1.0, 1.0)}, 8, ["--pipeline-costs", "auto", "leave it out"]),
         ({"pipeline_schedule": "auto", "pipeline_costs": (1.0, -1.0, 1.0)}, 8, ["1,-1,1", "1,1.2,0.8"]),
         ({"pipeline_memory_limit": 2.0}, 8, ["--pipeline-memory-limit", "auto", "leave it out"]),
+        ({"overlap_moe_expert_parallel_comm": True}, 8, ["parallel-comm is for", "dualpipe-v, not 1f1b: leave it out"]),
+        (
+            {"overlap_moe_expert_parallel_comm": True, "pipeline_schedule": "dualpipe-v"},
+            8,
+            ["--overlap-moe-expert-parallel-comm hides", "--expert-model-parallel-size 1 none travel: leave it out"],
+        ),
         ({"moe_z_loss_coeff": -1.0}, 8, ["--moe-z-loss-coeff -1.0", "not be negative"]),
         ({"moe_expert_capacity_factor": 0.0}, 8, ["--moe-expert-capacity-factor 0.0", "above 0"]),
         ({"moe_token_drop_policy": "position"}, 8, ["policy position", "--moe-expert-capacity-factor"]),
