@@ -24,6 +24,7 @@ INSTALL_REQUIRES = [
     "torch>=2.11",
     "deepspeed",
     "numpy",
+    "pillow>=10.1",
     "PyYAML",
     "rich",
     "safetensors",

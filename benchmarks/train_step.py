@@ -32,7 +32,13 @@ PEERS = {
     "megatron_core": "megatron-core (CPU shim, local spec)",
     "ours": "this project",
 }
-LAYOUTS: dict[str, dict[str, int]] = {"one rank": {}, "TP2": {"TP": 2}, "PP2": {"PP": 2}, "DP2": {"DP": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one rank": {},
+    "TP2": {"TP": 2},
+    "PP2": {"PP": 2},
+    "DP2": {"DP": 2},
+    "EP2": {"EP": 2},  # the ranks share experts and are data parallel in all else
+}
 CHECKED_STEPS = 3
 TOLERANCE = 1e-5
 """Largest relative difference of the first loss. Rounding gives some 1e-7; another model gives 1e-2."""
@@ -148,7 +154,7 @@ def main() -> None:
         for layout in options.layouts.split(",")
         for peer in PEERS
         if peer in (*options.peers.split(","), "ours")
-        and not (peer == "transformers_model" and layout in ("TP2", "PP2"))
+        and not (peer == "transformers_model" and layout in ("TP2", "PP2", "EP2"))
     ]
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         common.write_weights(Path(directory), seed=0)

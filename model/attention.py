@@ -7,6 +7,7 @@ this rank, q latent of queries, c latent of keys and values, r rotated width, d 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,13 +30,15 @@ class LatentAttention(nn.Module):
     With q LoRA only q + c + r values a token are gathered over tp (V3: 1536 + 576 of 7168); without it queries need the
     hidden states. Over cp it is c + r values: every cp rank makes all keys from them and has its own queries only. That
     is exact and needs no ring, for about 20 % more work in a layer of V3 at cp 8. recompute: what is computed again in
-    backward: "core_attn" attention itself, "mla_up_proj" queries, keys and values from the gathered latents.
+    backward: "core_attn" attention itself, "mla_up_proj" queries, keys and values from the latents, "layernorm" the
+    normed latents where they aren't gathered: gathered ones are kept, since they would have to travel again.
     """
 
     def __init__(self, config: DeepSeekConfig, mesh: Mesh, recompute: tuple[str, ...] = ()):
         super().__init__()
         self.attend = partial(recomputed, attention) if "core_attn" in recompute else attention
         self.discard_heads = "mla_up_proj" in recompute
+        self.discard_latents = "layernorm" in recompute and mesh.sequence.size == 1
         self.tp, self.cp = mesh.tp, mesh.cp
         self.heads = config.num_attention_heads // mesh.tp.size
         self.q_rank, self.kv_rank, self.rope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
@@ -55,23 +58,32 @@ class LatentAttention(nn.Module):
         self.o_proj = RowParallelLinear(all_heads * config.v_head_dim, hidden, mesh)
 
     def forward(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        from_q, latent_sbc, k_pe_sbr = self._latents(x_lbh)
+        norms, k_pe = self._down_project(x_lbh)
+        normed = [norm() for norm in norms]
+        from_q = x_lbh if self.q_rank is None else normed[1]
+        from_q, latent_sbc, k_pe_sbr = self._gather(from_q, normed[0], k_pe)
         up_project = partial(self._up_project, from_q, latent_sbc, k_pe_sbr, batch)
         heads = up_project()
         ends = [end for _, end in chunk_spans(latent_sbc.shape[0], self.cp.size, self.cp.rank)]
         out_pbm = self.attend(*heads, self.scale, batch.attention_mask, ends)
-        if self.discard_heads:
+        if self.discard_latents:
+            discard(normed, lambda: [norm() for norm in norms], consumed=out_pbm)
+        if self.discard_heads:  # after the latents: they come back in this order, and heads are made of them
             discard(heads, up_project, consumed=out_pbm)
         return self.o_proj(out_pbm)
 
-    def _latents(self, x_lbh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of queries [p, b, q], or hidden states; of keys and values [s, b, c]; rotary key [s, b, r]."""
+    def _down_project(self, x_lbh: torch.Tensor) -> tuple[list[Callable[[], torch.Tensor]], torch.Tensor]:
+        """What makes the normed latents, of keys and values [l, b, c] and maybe of queries [l, b, q]; rotary key."""
         kv_latent, k_pe = self.kv_a_proj_with_mqa(x_lbh).split([self.kv_rank, self.rope], dim=-1)
-        kv_latent = self.kv_a_layernorm(kv_latent)
-        from_q = x_lbh if self.q_rank is None else self.q_a_layernorm(self.q_a_proj(x_lbh))
+        norms: list[Callable[[], torch.Tensor]] = [partial(self.kv_a_layernorm, kv_latent)]
+        if self.q_rank is not None:
+            norms.append(partial(self.q_a_layernorm, self.q_a_proj(x_lbh)))
+        return norms, k_pe
+
+    def _gather(self, from_q: torch.Tensor, kv_latent: torch.Tensor, k_pe: torch.Tensor) -> list[torch.Tensor]:
+        """Of queries [p, b, q], or hidden states; of keys and values [s, b, c]; rotary key [s, b, r]."""
         from_q, kv_latent, k_pe = gather_sequences((from_q, kv_latent, k_pe), self.tp)
-        latent_sbc, k_pe_sbr = gather_context((kv_latent, k_pe), self.cp)
-        return from_q, latent_sbc, k_pe_sbr
+        return [from_q, *gather_context((kv_latent, k_pe), self.cp)]
 
     def _up_project(
         self, from_q: torch.Tensor, latent_sbc: torch.Tensor, k_pe_sbr: torch.Tensor, batch: MicroBatch

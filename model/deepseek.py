@@ -36,8 +36,8 @@ class ModelOptions:
     """How the model is trained, as far as it isn't its shape.
 
     recompute: "full" keeps a block's input and runs its forward again in backward, "selective" does so with parts of a
-    block, recompute_modules (Megatron-core's names); mtp_loss_scaling_factor: λ of the MTP losses; mtp_hidden: whether
-    MTP starts from the last hidden states after or before the final norm; balance: of experts.
+    block, recompute_modules (the names in training/arguments.py); mtp_loss_scaling_factor: λ of the MTP losses;
+    mtp_hidden: whether MTP starts from the last hidden states after or before the final norm; balance: of experts.
     """
 
     recompute: Literal["none", "full", "selective"] = "none"
@@ -51,7 +51,7 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): [l, b, h] -> [l, b, h].
 
     recompute: parts that are computed again in backward: "layernorm" the outputs of both norms, "mlp" a dense MLP,
-    "moe" a mixture of experts, and those of `LatentAttention` and `MoE`.
+    "mlp_act" its activation only, "moe" a mixture of experts, and those of `LatentAttention` and `MoE`.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class Block(nn.Module):
             # What is recomputed as a whole has no parts that are.
             self.mlp = MoE(config, mesh, layer, () if "moe" in recompute else recompute, balance)
         else:
-            self.mlp = DenseMLP(config.hidden_size, config.intermediate_size, mesh)
+            discard_inner = "mlp_act" in recompute and "mlp" not in recompute
+            self.mlp = DenseMLP(config.hidden_size, config.intermediate_size, mesh, discard_inner)
         self.discard_normed = "layernorm" in recompute
         self.recompute_mlp = ("moe" if isinstance(self.mlp, MoE) else "mlp") in recompute
 
@@ -99,7 +100,11 @@ class SharedHead(nn.Module):
 
 
 class MTPBlock(Block):
-    """One depth of multi-token prediction (2412.19437, eq. 21–23): joins states and next tokens, then a block."""
+    """One depth of multi-token prediction (2412.19437, eq. 21–23): joins states and next tokens, then a block.
+
+    "layernorm" in recompute is for the norms that join, too. The one before the head is kept, as is the main head's:
+    on the last stage backward begins where forward ends.
+    """
 
     def __init__(
         self,
@@ -117,7 +122,15 @@ class MTPBlock(Block):
 
     def join(self, hidden_lbh: torch.Tensor, embedded_lbh: torch.Tensor) -> torch.Tensor:
         """The block's input: eh_proj(cat[enorm(embedding), hnorm(hidden)])."""
-        return self.eh_proj(torch.cat([self.enorm(embedded_lbh), self.hnorm(hidden_lbh)], dim=-1))
+
+        def normed() -> torch.Tensor:
+            return torch.cat([self.enorm(embedded_lbh), self.hnorm(hidden_lbh)], dim=-1)
+
+        both_lbi = normed()
+        joined_lbh = self.eh_proj(both_lbi)
+        if self.discard_normed:
+            discard([both_lbi], lambda: [normed()], consumed=joined_lbh)
+        return joined_lbh
 
 
 class DeepSeekStage(nn.Module):

@@ -1,8 +1,8 @@
 """Mixture of experts: routed experts behind their router, beside shared ones.
 
 Lives here: expert computation. May import `kernels` and `parallel`; who goes where is decided in `router`.
-Shapes: l = s/tp this rank's part of the sequence, b sequences, t = l·b tokens, e experts, k choices a token, r rows
-(those of this rank's tokens, then those that its experts got), u runs of rows of one expert.
+Shapes: l = s/(cp·tp) this rank's part of the sequence, b sequences, t = l·b tokens, e experts, k choices a token, r
+rows (those of this rank's tokens, then those that its experts got), u runs of rows of one expert.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ class RoutedExperts(nn.Module):
 
 
 class MoE(nn.Module):
-    """y = Σᵢ wᵢ Eᵢ(x) + Shared(x) for this rank's tokens: [s/tp, b, h] -> [s/tp, b, h].
+    """y = Σᵢ wᵢ Eᵢ(x) + Shared(x) for this rank's tokens: [l, b, h] -> [l, b, h].
 
     Rows travel over ep to the ranks that hold their experts, and back; the shared expert is computed meanwhile.
-    recompute: what is computed again in backward: "moe_act" the routed experts' activation, "shared_experts".
+    recompute: what is computed again in backward: "moe_act" the routed experts' activation, "shared_experts", or of
+    those "mlp_act" the activation only.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class MoE(nn.Module):
         self.recompute_shared = "shared_experts" in recompute
         self.shared_experts = None
         if config.n_shared_experts:
-            self.shared_experts = SharedExpert(config.hidden_size, config.shared_intermediate_size)
+            discard_inner = "mlp_act" in recompute and not self.recompute_shared
+            self.shared_experts = SharedExpert(config.hidden_size, config.shared_intermediate_size, discard_inner)
 
     def forward(self, x_lbh: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         # 1. who goes where
@@ -113,10 +115,10 @@ class MoE(nn.Module):
             return recomputed(self.shared_experts, x_lbh)
         return self.shared_experts.inner(x_lbh)
 
-    def _shared_outer(self, inner: torch.Tensor | None) -> torch.Tensor | None:
-        if self.shared_experts is None or self.recompute_shared or inner is None:
-            return inner
-        return self.shared_experts.outer(inner)
+    def _shared_outer(self, shared: torch.Tensor | None) -> torch.Tensor | None:
+        if self.shared_experts is None or self.recompute_shared or shared is None:
+            return shared
+        return self.shared_experts.outer(shared)
 
 
 class _AttachLoss(torch.autograd.Function):

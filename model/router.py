@@ -2,7 +2,8 @@
 
 Lives here: routing (DeepSeek-V3 2412.19437 eq. 13–16, V2 2405.04434 section 2.2), counting, the bias update; losses and
 dropping are in `balance`. May import `parallel`.
-Shapes: l = s/tp this rank's part of the sequence, b sequences, t = l·b tokens, e experts, k choices a token, g groups.
+Shapes: l = s/(cp·tp) this rank's part of the sequence, b sequences, t = l·b tokens, e experts, k choices a token, g
+groups.
 """
 
 from __future__ import annotations

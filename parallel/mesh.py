@@ -129,6 +129,7 @@ class Mesh:
         self._copies: dict[tuple[int, ...], Axis] = {}
         self._channels: dict[tuple[str, bool], Axis] = {}
         partitions = layout.groups(world_size)
+        self._columns = partitions["pp"]
         self.world = self._axis("world", partitions["world"])
         self.tp = self._axis("tp", partitions["tp"])
         self.cp = self._axis("cp", partitions["cp"])
@@ -178,7 +179,7 @@ class Mesh:
         key = tuple(sorted(set(pipeline_ranks)))
         if key not in self._copies:
             partition: Partition = []
-            for column in self.layout.groups(self.world_size)["pp"]:
+            for column in self._columns:
                 partition.append([column[i] for i in key])
                 partition.extend([rank] for i, rank in enumerate(column) if i not in key)
             self._copies[key] = self._axis("copies", partition, shared=False)
@@ -191,8 +192,7 @@ class Mesh:
         is posted: messages that cross must not share one. Collective over the world; cached.
         """
         if (what, rising) not in self._channels:
-            partition = self.layout.groups(self.world_size)["pp"]
-            self._channels[what, rising] = self._axis(what, partition, shared=False)
+            self._channels[what, rising] = self._axis(what, self._columns, shared=False)
         return self._channels[what, rising]
 
     def _axis(self, name: str, partition: Partition, shared: bool = True) -> Axis:

@@ -1,8 +1,9 @@
 """Tensor- and sequence-parallel layers: column, row and replicated linears, vocabulary-parallel embedding and head.
 
 Lives here: layers that own a split parameter and say how it is split. Imports `kernels` and `parallel`. Follows
-Megatron-LM (1909.08053) and its sequence parallelism (2205.05198). Shapes: s sequence, b batch, h hidden; `_l` marks a
-tp-local size. Activations are sequence first, [s, b, h], so that collectives over the sequence move contiguous blocks.
+Megatron-LM (1909.08053) and its sequence parallelism (2205.05198). Activations are sequence first, [s, b, h], so that
+collectives over the sequence move contiguous blocks. Shapes: s sequence, or of it a context-parallel rank's part, b
+batch, h hidden; `_l` marks a tp-local size.
 """
 
 from __future__ import annotations

@@ -35,8 +35,11 @@ def _comma_list(number: type[int] | type[float], metavar: str) -> Any:
 LayerList = Annotated[tuple[int, ...], _comma_list(int, "N,N,...")]
 CostList = Annotated[tuple[float, ...], _comma_list(float, "F,I,W[,SEND]")]
 
-RECOMPUTE_MODULES = ("core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
-"""What `--recompute-modules` knows, as Megatron-core names it."""
+RECOMPUTE_MODULES = ("core_attn", "mla_up_proj", "layernorm", "mlp", "mlp_act", "moe", "moe_act", "shared_experts")
+"""What `--recompute-modules` knows, as Megatron-core names it; "mlp_act" of dense and shared SwiGLU is our addition."""
+DEEPSEEK = "deepseek"
+DEEPSEEK_RECOMPUTES = ("mla_up_proj", "layernorm", "mlp_act", "moe_act")
+"""What DeepSeek-V3 recomputed (2412.19437, sections 3.2.3 and 3.3): RMSNorm, MLA's up-projections, SwiGLU."""
 
 T = TypeVar("T")
 Unset = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
@@ -136,13 +139,21 @@ class TrainingArguments:
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     """Activations computed again in the backward pass: none, all but each layer's input, or those of some modules."""
     recompute_modules: tuple[str, ...] = ()
-    """For selective: of core_attn, mla_up_proj, layernorm, mlp, moe, moe_act, shared_experts; by default core_attn."""
+    """For selective: of core_attn, mla_up_proj, layernorm, mlp, mlp_act, moe, moe_act, shared_experts; or deepseek:
+    DeepSeek-V3's own, mla_up_proj layernorm mlp_act moe_act. By default core_attn."""
     deepspeed_config: Unset[str] = None
     """DeepSpeed's JSON file. Not supported yet: refused by name."""
     eval_interval: int = 100
     """Steps between validations; there is always one after the last step."""
     eval_iters: int = 10
     """Global batches of one validation; 0 turns validation off."""
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The modules of selective recomputation by name, each once: the default and "deepseek" spelt out."""
+        names = self.recompute_modules or ("core_attn",)
+        spelt = (DEEPSEEK_RECOMPUTES if name == DEEPSEEK else (name,) for name in names)
+        return tuple(dict.fromkeys(name for group in spelt for name in group))
 
 
 @dataclass(frozen=True)

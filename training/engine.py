@@ -90,7 +90,7 @@ class Engine:
         )
         options = ModelOptions(
             recompute=training.recompute_granularity,
-            recompute_modules=training.recompute_modules or ("core_attn",),
+            recompute_modules=training.recomputed,
             mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
             mtp_hidden=model.mtp_hidden,
             balance=self.balance,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.arguments import RECOMPUTE_MODULES, Arguments
+from training.arguments import DEEPSEEK, RECOMPUTE_MODULES, Arguments
 from training.failures import ConfigurationError
 from training.run_directory import earlier_run_error
 
@@ -159,10 +159,30 @@ def _check_layout(arguments: Arguments, config: DeepSeekConfig, world_size: int)
             f"--tensor-model-parallel-size {tp} doesn't divide the intermediate_size {config.intermediate_size} of the "
             f"model's dense layers: use one of {_divisors(config.intermediate_size)}"
         )
-    if config.n_routed_experts % ep:
+    yield from _check_experts(arguments, config, world_size)
+
+
+def _check_experts(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
+    """Every rank of an expert-parallel group holds equally many experts, and groups lie within a stage."""
+    ep, pp = arguments.parallel.expert_model_parallel_size, arguments.parallel.pipeline_model_parallel_size
+    if ep == 1:
+        return
+    if not any(map(config.is_moe_layer, range(config.num_layers_with_mtp))):
         yield (
-            f"--expert-model-parallel-size {ep} doesn't divide the model's {config.n_routed_experts} routed experts: "
-            f"use one of {_divisors(config.n_routed_experts)}"
+            f"--expert-model-parallel-size {ep} needs routed experts, and none of the model's "
+            f"{config.num_hidden_layers} layers has them (n_routed_experts null, or first_k_dense_replace "
+            f"{config.first_k_dense_replace}): use 1"
+        )
+        return
+    stage, experts = world_size // pp, config.n_routed_experts
+    fitting = _divisors(experts if world_size % pp else math.gcd(stage, experts))
+    fix = f"use one of {fitting}" if fitting != "1" else "use 1"
+    if experts % ep:
+        yield (f"--expert-model-parallel-size {ep} doesn't divide the model's {experts} routed experts: {fix}")
+    if world_size % pp == 0 and stage % ep:
+        yield (
+            f"--expert-model-parallel-size {ep} doesn't divide the {stage} ranks of a pipeline stage ({world_size} "
+            f"ranks / pipeline {pp}), which share the experts: {fix}"
         )
 
 
@@ -269,8 +289,8 @@ def _check_balance(arguments: Arguments, config: DeepSeekConfig) -> Iterator[str
 
 def _check_recomputation(arguments: Arguments) -> Iterator[str]:
     modules, granularity = arguments.training.recompute_modules, arguments.training.recompute_granularity
-    if unknown := [name for name in modules if name not in RECOMPUTE_MODULES]:
-        known = " ".join(RECOMPUTE_MODULES)
+    if unknown := [name for name in modules if name not in (*RECOMPUTE_MODULES, DEEPSEEK)]:
+        known = " ".join((*RECOMPUTE_MODULES, DEEPSEEK))
         yield f"--recompute-modules {' '.join(unknown)}: unknown; there are, with spaces between them, {known}"
     if modules and granularity != "selective":
         yield (

@@ -90,7 +90,7 @@ def micro_batches(step: int, rank: int, ranks: int) -> Batches:
 
 
 def variable(name: str, default: int = 1) -> int:
-    """A whole number from the environment: RANK, WORLD_SIZE, TP, PP, DP."""
+    """A whole number from the environment: RANK, WORLD_SIZE, TP, PP, DP, EP."""
     return int(os.environ.get(name, default))
 
 

@@ -1,6 +1,6 @@
 """megatron-core's training step, for train_step.py: its DeepSeek-V3 parts in the local spec, on CPU by a shim.
 
-TP, PP, DP in the environment choose the layout; tensor parallelism is with sequence parallelism.
+TP, PP, DP, EP in the environment choose the layout; tensor parallelism is with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig  #
 
 patch_megatron()
 
-TP, PP = common.variable("TP"), common.variable("PP")
+TP, PP, EP = common.variable("TP"), common.variable("PP"), common.variable("EP")
 # Megatron's name -> Hugging Face's: of the whole model, and of what is in a layer.
 _NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -91,6 +91,7 @@ def transformer_config() -> MLATransformerConfig:
         moe_token_dispatcher_type="alltoall",
         tensor_model_parallel_size=TP,
         pipeline_model_parallel_size=PP,
+        expert_model_parallel_size=EP,
         sequence_parallel=TP > 1,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
@@ -115,14 +116,15 @@ def transformer_config() -> MLATransformerConfig:
 def load(model: GPTModel, directory: str) -> None:
     """This rank's part of the shared weights. Raises KeyError for a parameter that has no counterpart."""
     first_layer = parallel_state.get_pipeline_model_parallel_rank() * (common.CONFIG.num_hidden_layers // PP)
+    first_expert = parallel_state.get_expert_model_parallel_rank() * (common.CONFIG.n_routed_experts // EP)
     with safe_open(Path(directory) / "model.safetensors", framework="pt") as file:
         for name, parameter in model.named_parameters():
-            sources = _sources(name, first_layer)
+            sources = _sources(name, first_layer, first_expert)
             shape = (parameter.shape[0] // len(sources), *parameter.shape[1:])
             parameter.copy_(torch.cat([_part(file.get_tensor(source), shape) for source in sources]))
 
 
-def _sources(name: str, first_layer: int) -> list[str]:
+def _sources(name: str, first_layer: int, first_expert: int) -> list[str]:
     """Hugging Face's tensors that a parameter holds, one under the other: an expert's gate and up, or one."""
     if name in _NAMES:
         return [_NAMES[name]]
@@ -130,7 +132,9 @@ def _sources(name: str, first_layer: int) -> list[str]:
     layer = f"model.layers.{int(number) + first_layer}"
     if rest in _LAYER_NAMES:
         return [f"{layer}.{_LAYER_NAMES[rest]}"]
-    expert, matrix, _ = rest.replace("experts.local_experts.", "experts.").rsplit(".", 2)
+    expert, matrix, _ = rest.rsplit(".", 2)
+    if ".local_experts." in expert:  # numbered from 0 on each rank
+        expert = f"mlp.experts.{first_expert + int(expert.rpartition('.')[2])}"
     halves = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}[matrix]
     return [f"{layer}.{expert}.{half}.weight" for half in halves]
 
@@ -147,7 +151,7 @@ def main(directory: str) -> None:
     torch.set_num_threads(1)
     rank = common.variable("RANK", 0)
     dist.init_process_group("gloo", rank=rank, world_size=common.variable("WORLD_SIZE"))
-    parallel_state.initialize_model_parallel(TP, PP, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(TP, PP, expert_model_parallel_size=EP, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     init_num_microbatches_calculator(rank, None, common.MICRO_BATCH * common.MICRO_BATCHES, common.MICRO_BATCH, dp_size)

@@ -1,4 +1,4 @@
-"""This project's training step, for train_step.py. TP, PP, DP in the environment choose the layout."""
+"""This project's training step, for train_step.py. TP, PP, DP, EP in the environment choose the layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from training.engine import Engine
 def main(directory: str) -> None:
     torch.set_num_threads(1)
     device = init_distributed("gloo")
-    mesh = Mesh.create(Layout(tp=common.variable("TP"), pp=common.variable("PP")), device)
+    layout = Layout(tp=common.variable("TP"), pp=common.variable("PP"), ep=common.variable("EP"))
+    mesh = Mesh.create(layout, device)
     arguments = Arguments().replace(
         adam_beta1=common.BETAS[0],
         adam_beta2=common.BETAS[1],

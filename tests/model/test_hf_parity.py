@@ -1,4 +1,4 @@
-"""Logits and every gradient equal transformers', in fp32, on one rank and on TP2·PP2.
+"""Logits and every gradient equal transformers', in fp32, on one rank, on TP2·PP2 and on TP2·PP2·EP2.
 
 May import `model` and `parallel`. Weights travel as a user's do: transformers saves a directory, each of our ranks
 loads its shards from it. Tolerance, per tensor: ‖Δ‖ ≤ 1e-5·‖reference‖, or 1e-7 of the norm over all gradients.
@@ -72,11 +72,11 @@ class Sample:
 
 
 def forward_backward(
-    directory: Path, config: DeepSeekConfig, sample: Sample, tp: int, pp: int, number: int
+    directory: Path, config: DeepSeekConfig, sample: Sample, layout: Layout, number: int
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """On every rank: whole logits [b, s, V] of the main head and each MTP depth, whole gradients by global name."""
-    mesh = Mesh.create(Layout(tp=tp, pp=pp))
-    schedule = make_schedule("1f1b", pp, number)
+    mesh = Mesh.create(layout)
+    schedule = make_schedule("1f1b", layout.pp, number)
     stages = build_stages(config, mesh, schedule.placement, ModelOptions(), seed=1)
     for stage in stages.values():
         load_hf_directory(directory, stage, config, mesh)
@@ -85,7 +85,7 @@ def forward_backward(
     batches = sample.microbatches(number)
     set_denominators(batches, config.num_mtp_layers, mesh)
     logits = capture_logits(stages)
-    shape = torch.Size((sample.length // tp, 4 // number, config.hidden_size))
+    shape = torch.Size((sample.length // layout.tp, 4 // number, config.hidden_size))
     PipelineRuntime(mesh, stages, torch.float32).run(schedule, batches, shape, reducer)
     reducer.finish()
 
@@ -144,15 +144,15 @@ def errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, f
     }
 
 
-def check_parity(oracle: Oracle, directory: Path, seed: int, run_ranks: RunRanks | None) -> None:
+def check_parity(oracle: Oracle, directory: Path, seed: int, run_ranks: RunRanks | None, ep: int = 1) -> None:
     """Compares one rank, or with `run_ranks` TP2·PP2 and two micro-batches, against the directory's oracle."""
     config, sample = oracle.config, Sample(oracle.config, seed)
     scaling = ModelOptions().mtp_loss_scaling_factor
     expected_logits, expected = hf_oracle.logits_and_gradients(oracle, sample.sequences, sample.loss_mask, scaling)
     if run_ranks is None:
-        logits, gradients = forward_backward(directory, config, sample, 1, 1, 1)
+        logits, gradients = forward_backward(directory, config, sample, Layout(), 1)
     else:
-        logits, gradients = run_ranks(4, forward_backward, directory, config, sample, 2, 2, 2)[0]
+        logits, gradients = run_ranks(4, forward_backward, directory, config, sample, Layout(tp=2, pp=2, ep=ep), 2)[0]
     found = errors(gradients, expected)
     for head, (ours, theirs) in enumerate(zip(logits, expected_logits, strict=True)):
         found |= errors({f"logits {head}": ours[:, : theirs.shape[1]]}, {f"logits {head}": theirs})
@@ -179,9 +179,11 @@ def test_one_rank_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tensor_and_pipeline_parallel_ranks_equal_transformers(name: str, tmp_path: Path, run_ranks: RunRanks) -> None:
+def test_tensor_pipeline_and_expert_parallel_ranks_equal_transformers(
+    name: str, tmp_path: Path, run_ranks: RunRanks
+) -> None:
     seed = 100 + list(CASES).index(name)
-    check_parity(saved_oracle(CASES[name], seed, tmp_path), tmp_path, seed, run_ranks)
+    check_parity(saved_oracle(CASES[name], seed, tmp_path), tmp_path, seed, run_ranks, ep=2)
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["one rank", "TP2·PP2"])

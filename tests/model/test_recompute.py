@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model.attention
+import model.mlp
 import model.moe
 from model.config import DeepSeekConfig
 from model.deepseek import DeepSeekStage, ModelOptions, build_stages
@@ -27,7 +28,7 @@ from parallel.mesh import Layout, Mesh
 from parallel.recompute import discard, recomputed
 from parallel.weight_gradient import WeightGradientQueue, adds_its_gradient
 from tests.layouts import CONFIGS
-from training.arguments import RECOMPUTE_MODULES
+from training.arguments import DEEPSEEK, DEEPSEEK_RECOMPUTES, RECOMPUTE_MODULES, TrainingArguments
 
 NONE = ModelOptions()
 CASES = {name: ModelOptions(recompute="selective", recompute_modules=(name,)) for name in RECOMPUTE_MODULES}
@@ -35,6 +36,7 @@ CASES["all but moe"] = ModelOptions(
     recompute="selective", recompute_modules=tuple(name for name in RECOMPUTE_MODULES if name != "moe")
 )
 CASES["all"] = ModelOptions(recompute="selective", recompute_modules=RECOMPUTE_MODULES)
+CASES[DEEPSEEK] = ModelOptions(recompute="selective", recompute_modules=DEEPSEEK_RECOMPUTES)
 CASES["full"] = ModelOptions(recompute="full")
 
 SEQUENCE, SEQUENCES = 48, 2
@@ -72,27 +74,27 @@ def numbers(stage: DeepSeekStage, batch: MicroBatch) -> dict[str, torch.Tensor]:
     return found | {f"load {gate.layer}": gate.load_e for gate in routers([stage])} | {"loss": loss.detach()}
 
 
-def differing(version: str, dtype: torch.dtype, seed: int) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """Runs on each rank, split by tp: by case what isn't the same to the bit, and the number of added tp calls."""
+def differing(version: str, dtype: torch.dtype, seed: int) -> tuple[dict[str, list[str]], dict[str, tuple[int, int]]]:
+    """Runs on each rank, split by tp and ep: by case what isn't the same to the bit, and added calls on tp and ep."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    config, mesh = tiny(version), Mesh.create(Layout(tp=world))
+    config, mesh = tiny(version), Mesh.create(Layout(tp=world, ep=world))
 
     def run(options: ModelOptions) -> dict[str, torch.Tensor]:
         # V2 with documents: attention then has a mask.
         return numbers(build(config, mesh, options, dtype), batch_of(config, mesh, seed, documents=version == "v2"))
 
     expected = run(NONE)
-    plain_calls = mesh.tp.ledger.calls("tp")
+    plain = [mesh.ledger.calls(axis) for axis in ("tp", "ep")]
     assert "reported aux" in expected
     if mesh.tp.is_first and version == "v3":
         assert "reported mtp_1" in expected
     wrong, added = {}, {}
     for name, options in CASES.items():
-        mesh.tp.ledger.reset()
+        mesh.ledger.reset()
         found = run(options)
         assert found.keys() == expected.keys()
         wrong[name] = [key for key in expected if not torch.equal(found[key], expected[key])]
-        added[name] = mesh.tp.ledger.calls("tp") - plain_calls
+        added[name] = (mesh.ledger.calls("tp") - plain[0], mesh.ledger.calls("ep") - plain[1])
     return wrong, added
 
 
@@ -112,7 +114,7 @@ def test_loss_and_gradients_are_the_same_to_the_bit(version: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("version", ["v3", "v2"])
-def test_loss_and_gradients_are_the_same_over_tensor_parallel_ranks(
+def test_loss_and_gradients_are_the_same_over_tensor_and_expert_parallel_ranks(
     run_ranks: Callable[..., Any], version: str, seed: int
 ) -> None:
     for wrong, added in run_ranks(2, differing, version, torch.float32, seed):
@@ -120,19 +122,23 @@ def test_loss_and_gradients_are_the_same_over_tensor_parallel_ranks(
         # A dense layer's input is gathered again; of whole blocks also latents, and a sum before what is kept last.
         blocks = tiny(version).num_layers_with_mtp
         again = {"mlp": 1, "all but moe": 1, "all": 1, "full": 2 * blocks + 1}
-        assert added == {name: again.get(name, 0) for name in CASES}
+        # Rows travel again, and what weighs them; the router's counts are kept, so ranks needn't tell them again.
+        rows = {name: 3 * (blocks - 1) for name in ("moe", "all", "full")}
+        assert added == {name: (again.get(name, 0), rows.get(name, 0)) for name in CASES}
 
 
 TWICE = {
     "core_attn": {"attention"},
     "mla_up_proj": {"q_b_proj", "kv_b_proj"},
-    "layernorm": {"input_layernorm", "post_attention_layernorm"},
-    "mlp": {"mlp"},
-    "moe": {"moe", "gate", "experts", "moe_act", "shared_experts"},
+    "layernorm": {"input_layernorm", "post_attention_layernorm", "q_a_layernorm", "kv_a_layernorm", "enorm", "hnorm"},
+    "mlp": {"mlp", "dense_act"},
+    "mlp_act": {"dense_act", "shared_act"},
+    "moe": {"moe", "gate", "experts", "moe_act", "shared_experts", "shared_act"},
     "moe_act": {"moe_act"},
-    "shared_experts": {"shared_experts"},
+    "shared_experts": {"shared_experts", "shared_act"},
 }
-COUNTED = set().union(*TWICE.values(), {"self_attn", "q_a_proj", "kv_a_layernorm", "o_proj"})
+MTP_NORMS = {"enorm", "hnorm"}  # outside of the block
+COUNTED = set().union(*TWICE.values(), {"self_attn", "q_a_proj", "o_proj"})
 
 
 @contextmanager
@@ -140,16 +146,21 @@ def counted(stage_of: Callable[[], DeepSeekStage]) -> Iterator[tuple[DeepSeekSta
     """A stage and the number of forward passes of its parts; by kind, over all layers."""
     runs: Counter[str] = Counter()
 
-    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def count(name: str | Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
-            runs[name] += 1
+            runs[name if isinstance(name, str) else name(*args)] += 1
             return function(*args)
 
         return wrapped
 
+    def whose(gate_up: torch.Tensor) -> str:
+        """Dense layers are wider than shared experts."""
+        return "dense_act" if gate_up.shape[-1] == 2 * stage.config.intermediate_size else "shared_act"
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model.attention, "attention", count("attention", model.attention.attention))
         patch.setattr(model.moe, "swiglu", count("moe_act", model.moe.swiglu))
+        patch.setattr(model.mlp, "swiglu", count(whose, model.mlp.swiglu))
         stage = stage_of()
         for path, module in stage.named_modules():
             kind = "moe" if isinstance(module, MoE) else path.rpartition(".")[2]
@@ -164,12 +175,15 @@ def counted(stage_of: Callable[[], DeepSeekStage]) -> Iterator[tuple[DeepSeekSta
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_recomputed_runs_twice_a_micro_batch_and_the_rest_once(case: str, seed: int) -> None:
     config, mesh = tiny("v3"), Mesh.create(Layout())
-    twice = COUNTED if case == "full" else set().union(*(TWICE[name] for name in CASES[case].recompute_modules))
+    twice = (
+        COUNTED - MTP_NORMS if case == "full" else set().union(*(TWICE[name] for name in CASES[case].recompute_modules))
+    )
     with counted(lambda: build(config, mesh, CASES[case], torch.float32)) as (stage, runs):
         blocks, micro_batches = config.num_layers_with_mtp, 2
         dense = sum(isinstance(module, DenseMLP) for module in stage.modules())
-        layers = {kind: blocks for kind in COUNTED} | {"mlp": dense}
+        layers = {kind: blocks for kind in COUNTED} | {kind: dense for kind in TWICE["mlp"]}
         layers |= {kind: blocks - dense for kind in TWICE["moe"]}
+        layers |= {kind: config.num_mtp_layers for kind in MTP_NORMS}
         for index in range(micro_batches):
             stage(None, batch_of(config, mesh, seed + index)).backward()
         assert runs == {kind: micro_batches * layers[kind] * (2 if kind in twice else 1) for kind in COUNTED}
@@ -219,16 +233,19 @@ def test_recomputation_frees_what_shapes_promise() -> None:
     config, tokens, float32 = tiny("v3"), SEQUENCE * SEQUENCES, 4
     blocks, dense, sparse = 3, 1, 2
     rows, inner = tokens * config.num_experts_per_tok, config.moe_intermediate_size
-    heads = config.num_attention_heads
+    heads, mtp = config.num_attention_heads, 2 * config.hidden_size
     values = {
-        "layernorm": blocks * 2 * tokens * config.hidden_size,
+        "layernorm": tokens
+        * (blocks * (2 * config.hidden_size + config.kv_lora_rank + (config.q_lora_rank or 0)) + mtp),
         "mla_up_proj": blocks * tokens * heads * (2 * config.qk_head_dim + config.v_head_dim),
         "core_attn": blocks * tokens * heads * SEQUENCE,  # probabilities; a longer sequence keeps half of the square
+        "mlp_act": tokens * (dense * config.intermediate_size + sparse * config.shared_intermediate_size),
         "mlp": dense * tokens * 3 * config.intermediate_size,
         "moe_act": sparse * rows * inner,
         "shared_experts": sparse * tokens * 3 * config.shared_intermediate_size,
     }
-    values["all but moe"] = sum(values.values())
+    values[DEEPSEEK] = sum(values[name] for name in DEEPSEEK_RECOMPUTES)
+    values["all but moe"] = sum(values[name] for name in RECOMPUTE_MODULES if name not in ("moe", "mlp_act"))
     without = kept_after_forward(config, NONE)
     freed = {name: without - kept_after_forward(config, options) for name, options in CASES.items()}
     assert {name: freed[name] for name in values} == {name: count * float32 for name, count in values.items()}
@@ -288,6 +305,15 @@ def test_discarded_outputs_are_back_for_every_consumer_and_freed_after_the_last(
         found = torch.autograd.grad(total, [x, weight], retain_graph=retain)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert len(calls) == 2
+
+
+def test_deepseeks_list_is_one_word_of_the_flag() -> None:
+    def modules(*names: str) -> tuple[str, ...]:
+        return TrainingArguments(recompute_granularity="selective", recompute_modules=names).recomputed
+
+    assert modules(DEEPSEEK) == DEEPSEEK_RECOMPUTES
+    assert set(modules(DEEPSEEK, "core_attn", "moe_act")) == {*DEEPSEEK_RECOMPUTES, "core_attn"}
+    assert modules() == ("core_attn",)
 
 
 def test_without_gradients_nothing_is_discarded_or_wrapped() -> None:

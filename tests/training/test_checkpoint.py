@@ -19,7 +19,7 @@ from training.failures import ConfigurationError
 
 SMALL = dict(vocab_size=203, hidden_size=64, intermediate_size=64, moe_intermediate_size=32)
 ONE = Layout()
-EIGHT = Layout(tp=2, pp=2)
+EIGHT = Layout(tp=2, pp=2, ep=2)
 
 
 def run(job: Job, first: int, last: int, load: str | None, save: str | None) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def assert_identical(found: dict[str, np.ndarray], expected: dict[str, np.ndarra
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "flags"),
-    [(8, EIGHT, {}), (2, Layout(tp=2), {"precision": "bf16"}), (1, ONE, {"optimizer": "sgd"})],
-    ids=["tp2-pp2-dp2 adamw", "tp2 bf16", "one rank sgd"],
+    [(8, EIGHT, {}), (2, Layout(tp=2, ep=2), {"precision": "bf16"}), (1, ONE, {"optimizer": "sgd"})],
+    ids=["tp2-pp2-dp2-ep2 adamw", "tp2-ep2 bf16", "one rank sgd"],
 )
 def test_ten_steps_equal_five_saved_loaded_and_five_more(
     run_ranks: Callable[..., Any], tmp_path: Path, ranks: int, layout: Layout, flags: dict[str, Any]
@@ -90,7 +90,9 @@ def test_any_layout_loads_what_another_saved(run_ranks: Callable[..., Any], tmp_
     path = str(tmp_path / "step_00000003")
     again = tmp_path / "again"
     assert_identical(assembled(run_ranks(1, run, job(ONE), 3, 3, path, str(again))), saved)
-    for ranks, layout in ((4, Layout(pp=4)), (4, Layout(tp=4)), (2, Layout(pp=2))):
+    # Experts in other blocks than they were saved in, from ranks that share them in another way.
+    assert_identical(assembled(run_ranks(4, run, job(Layout(tp=2, ep=4)), 3, 3, path, None)), saved)
+    for ranks, layout in ((4, Layout(pp=4)), (4, Layout(tp=4)), (2, Layout(ep=2))):
         assert_identical(assembled(run_ranks(ranks, run, job(layout), 3, 3, str(again / "step_00000003"), None)), saved)
 
 

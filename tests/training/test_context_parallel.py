@@ -1,7 +1,7 @@
-"""Sequences split over ranks: the same loss, gradients, counts and router biases as one rank has.
+"""Sequences split over ranks: what a border between chunks could spoil has one rank's losses, gradients and counts.
 
-The curves of `test_layout_invariance`; what a border between chunks could spoil (documents, positions that restart,
-labels of MTP) and a rank without any label that counts; recomputation and deferred weight gradients.
+Documents, positions that restart, labels of MTP, and a rank without any label that counts; with recomputation and
+deferred weight gradients. Whole curves are in `test_expert_parallel`.
 """
 
 from __future__ import annotations
@@ -17,31 +17,8 @@ from model.attention import document_mask
 from model.microbatch import MicroBatch
 from parallel.context import chunk_spans
 from parallel.mesh import Axis, Layout, Mesh
-from tests.layouts import Job, Shard, flags_of, microbatches_of_step, relative_errors, shards, train, whole
-from tests.training.test_layout_invariance import assert_same_curve, one_rank
+from tests.layouts import Job, Shard, flags_of, microbatches_of_step, relative_errors, shards, whole
 from training.engine import Engine
-
-LAYOUTS = {
-    "cp2": (2, Layout(cp=2), "tiny_v3"),
-    "cp2-tp2": (4, Layout(cp=2, tp=2), "tiny_v3"),
-    "v2 cp2": (2, Layout(cp=2), "tiny_v2"),
-    "v2 cp2-tp2": (4, Layout(cp=2, tp=2), "tiny_v2"),
-    "cp2-pp2": (4, Layout(cp=2, pp=2), "tiny_v3"),
-    "cp4": (4, Layout(cp=4), "tiny_v3"),
-    "cp2-tp2-pp2": (8, Layout(cp=2, tp=2, pp=2), "tiny_v3"),
-}
-FAST = ("cp2-tp2", "v2 cp2")  # those that contain what the others do
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
-)
-def test_same_loss_whatever_splits_the_sequence(run_ranks: Callable[..., Any], name: str, capsys: Any) -> None:
-    ranks, layout, config = LAYOUTS[name]
-    found = run_ranks(ranks, train, Job(layout=layout, config=config, flags={"optimizer": "sgd"}))
-    reference = one_rank(run_ranks, "sgd", config)
-    assert reference[0].losses[0]["aux"] > 0
-    assert_same_curve(found, reference, "sgd", capsys)
 
 
 @dataclasses.dataclass

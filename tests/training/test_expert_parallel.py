@@ -1,4 +1,4 @@
-"""Experts across ranks give one rank's loss, gradients, counts and router bias; also when the batch is unbalanced."""
+"""Experts and sequences across ranks: one rank's loss, gradients, counts and router bias; unbalanced batches too."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ LAYOUTS = {
     "ep2-tp2": (2, Layout(ep=2, tp=2)),
     "ep2-pp2": (4, Layout(ep=2, pp=2)),
     "ep4-tp2-pp2": (8, Layout(ep=4, tp=2, pp=2)),
+    "cp2": (2, Layout(cp=2)),
+    "cp2-tp2": (4, Layout(cp=2, tp=2)),
+    "cp2-ep2-pp2": (4, Layout(cp=2, ep=2, pp=2)),
+    "cp4": (4, Layout(cp=4)),
+    "cp2-ep4-tp2-pp2": (8, Layout(cp=2, ep=4, tp=2, pp=2)),
 }
 
 
@@ -41,16 +46,19 @@ def one_rank(run_ranks: RunRanks, config: str) -> list[Curve]:
     return curves
 
 
-# V2 on the layouts that hold the others' machinery in the fast tier; on all of them with --full.
-CASES = [(layout, "tiny_v3") for layout in LAYOUTS]
-CASES += [
-    (layout, "tiny_v2") if layout == "ep2-tp2" else pytest.param(layout, "tiny_v2", marks=pytest.mark.full)
+# In the fast tier those that contain what the others do; all with --full.
+FAST = {"tiny_v3": ("ep4", "ep2-tp2", "ep4-tp2-pp2", "cp2-tp2", "cp2-ep2-pp2"), "tiny_v2": ("ep2-tp2", "cp2-ep2-pp2")}
+CASES = [
+    pytest.param(layout, config, marks=() if layout in FAST[config] else pytest.mark.full)
+    for config in MODELS
     for layout in LAYOUTS
 ]
 
 
 @pytest.mark.parametrize(("layout", "config"), CASES)
-def test_same_loss_with_experts_across_ranks(run_ranks: RunRanks, layout: str, config: str, capsys: Any) -> None:
+def test_same_loss_of_experts_and_sequences_across_ranks(
+    run_ranks: RunRanks, layout: str, config: str, capsys: Any
+) -> None:
     ranks, axes = LAYOUTS[layout]
     found = run_ranks(ranks, train, job_of(config, axes))
     assert_same_curve(found, one_rank(run_ranks, config), "sgd", capsys)

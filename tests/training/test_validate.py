@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
     validate(arguments.replace(context_parallel_size=2, seq_length=132), config, 8)
     validate(arguments.replace(tensor_model_parallel_size=4, context_parallel_size=1, seq_length=132), config, 8)
     validate(arguments.replace(recompute_granularity="selective", recompute_modules=("moe", "moe_act")), config, 8)
+    validate(arguments.replace(recompute_granularity="selective", recompute_modules=("deepseek",)), config, 8)
     validate(arguments.replace(lr_decay_style="wsd", lr_wsd_decay_iters=20, lr_warmup_iters=10), config, 8)
 
 
@@ -125,7 +127,21 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
         ({"data_path": ()}, 8, ["--data-path is missing"]),
         ({"data_path": ("0.5", "/none/a", "/none/b")}, 8, ["weights must stand before every prefix"]),
         ({"split": "90,x"}, 8, ["--split '90,x'", "969,30,1"]),
-        ({"expert_model_parallel_size": 2}, 8, ["--expert-model-parallel-size 2 isn't supported yet"]),
+        (
+            {"expert_model_parallel_size": 8},
+            8,
+            ["--expert-model-parallel-size 8", "the 4 ranks of a pipeline stage (8 ranks / pipeline 2)", "1, 2, 4"],
+        ),
+        (
+            {"expert_model_parallel_size": 4, "tensor_model_parallel_size": 1, "global_batch_size": 6},
+            12,
+            ["4 doesn't divide the 6 ranks", "1, 2"],
+        ),
+        (
+            {"expert_model_parallel_size": 3, "tensor_model_parallel_size": 1, "global_batch_size": 6},
+            12,
+            ["3 doesn't divide the model's 8 routed experts", "use one of 1, 2"],
+        ),
         (
             {"context_parallel_size": 3, "seq_length": 132},
             8,
@@ -172,10 +188,17 @@ def test_each_mistake_is_one_error_with_numbers_and_fix(
     assert not missing, found[0]
 
 
-def test_experts_that_ranks_dont_divide(arguments: Arguments, config: DeepSeekConfig) -> None:
-    experts = config.n_routed_experts
-    found = errors(arguments.replace(expert_model_parallel_size=experts + 1), config)
-    assert any(f"{experts + 1} doesn't divide the model's {experts} routed experts" in error for error in found)
+def test_expert_parallel_sizes_that_fit_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
+    for ep in (2, 4):  # within tensor-parallel ranks, and across them
+        validate(arguments.replace(expert_model_parallel_size=ep), config, 8)
+
+
+def test_expert_parallel_needs_experts(arguments: Arguments, config: DeepSeekConfig) -> None:
+    values = config.to_dict() | {"n_routed_experts": None, "num_nextn_predict_layers": 0}
+    dense = DeepSeekConfig.from_dict(values)
+    validate(arguments, dense, 8)
+    (error,) = errors(arguments.replace(expert_model_parallel_size=2), dense)
+    assert "--expert-model-parallel-size 2 needs routed experts" in error and "4 layers" in error and "use 1" in error
 
 
 def test_all_errors_are_shown_at_once(arguments: Arguments, config: DeepSeekConfig) -> None:
@@ -224,6 +247,10 @@ def test_model_file_mistakes_name_the_file(tmp_path: Path) -> None:
     assert "deepseek_v3" in message(str(llama))
     llama.write_text("{")
     assert str(llama) in message(str(llama))
+    groups = {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}
+    llama.write_text(json.dumps(json.loads(TINY.read_text()) | groups))
+    expected = "num_experts_per_tok 3 is above the 2 experts of topk_group 1 out of n_group 4 groups of 2: lower it"
+    assert expected in message(str(llama))
 
 
 def test_model_flags_change_the_configuration() -> None:
