@@ -75,13 +75,15 @@ class Messages:
         comm.dist.all_to_all_single = self._launch
 
     def _watched(self, arriving: torch.Tensor, leaving: torch.Tensor, *splits: Any, **options: Any) -> Any:
-        work = self._launch(arriving, leaving, *splits, **options)
-        if not options.get("async_op"):
-            return work
-        number = len(self.sent)
+        number, at_once = len(self.sent), not options.get("async_op")
+        options["async_op"] = True
         self.sent.append((arriving.shape, leaving.shape, leaving.dtype, splits, options))
         self.events.append(("launch", number))
-        return _Wait(self, work, number)
+        work = _Wait(self, self._launch(arriving, leaving, *splits, **options), number)
+        if not at_once:
+            return work
+        work.wait()  # how many rows each rank gets
+        return None
 
     def replay(self) -> float:
         """Seconds that the same messages take, launched and waited for in the same order, with nothing in between."""

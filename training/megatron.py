@@ -193,9 +193,10 @@ _LINES = {
         "leave it out: --recompute-granularity full recomputes each block by itself, and all of them"
     ),
     "distribute-saved-activations": "leave it out: what a block keeps is split over tensor-parallel ranks already",
-    "moe-token-dispatcher-type moe-enable-deepep moe-deepep-num-sms moe-shared-expert-overlap moe-hybridep-*": (
-        "not there yet: every rank holds its stage's experts, so no token travels to another rank"
+    "moe-token-dispatcher-type moe-enable-deepep moe-deepep-num-sms moe-hybridep-*": (
+        "not there yet: tokens travel to experts on other ranks by torch's all-to-all"
     ),
+    "moe-shared-expert-overlap": "leave it out: shared experts are always computed while tokens travel",
     "cp-comm-type hierarchical-context-parallel-sizes": (
         "leave it out: --context-parallel-size gathers the keys' latents, always in one message"
     ),

@@ -51,6 +51,8 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
     validate(arguments, config, 8)
     validate(arguments.replace(precision="bf16", pipeline_layers=(3, 1)), config, 8)
     validate(arguments.replace(distributed_backend="nccl"), config, 8, gpus=8)
+    overlapped = {"pipeline_schedule": "dualpipe-v", "overlap_moe_expert_parallel_comm": True}
+    validate(arguments.replace(**overlapped, expert_model_parallel_size=2), config, 8)
     validate(arguments.replace(context_parallel_size=2, seq_length=132), config, 8)
     validate(arguments.replace(tensor_model_parallel_size=4, context_parallel_size=1, seq_length=132), config, 8)
     validate(arguments.replace(recompute_granularity="selective", recompute_modules=("moe", "moe_act")), config, 8)
