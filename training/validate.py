@@ -1,7 +1,7 @@
 """Every cross-check of the flags, in one step before any rank waits for another (decision 8).
 
 May import model.config, data.blend and the standard library; free of torch. Each check gives errors that name the
-numbers and the fix, and all of them are shown at once.
+numbers and the fix, and all of them are shown at once. Those of the layout are in `validate_layout`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from training.arguments import DEEPSEEK, RECOMPUTE_MODULES, Arguments
 from training.failures import ConfigurationError
 from training.run_directory import earlier_run_error
+from training.validate_layout import flag_of, layout_errors
 
 if TYPE_CHECKING:
     from model.config import DeepSeekConfig
@@ -52,12 +53,10 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
     """
     errors = [
         *_check_ranges(arguments),
-        *_check_layout(arguments, model_config, world_size),
-        *_check_pipeline(arguments, model_config, world_size),
+        *layout_errors(arguments, model_config, world_size),
         *_check_not_yet(arguments),
         *_check_balance(arguments, model_config),
         *_check_recomputation(arguments),
-        *_check_batches(arguments, model_config, world_size),
         *_check_schedule(arguments),
         *_check_data(arguments),
     ]
@@ -121,144 +120,20 @@ def _check_ranges(arguments: Arguments) -> Iterator[str]:
     values = {name: value for name, value in arguments.flat().items() if value is not None}
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
-            yield f"{_flag(name)} {value} must be a finite number"
+            yield f"{flag_of(name)} {value} must be a finite number"
     values = {name: x for name, x in values.items() if not isinstance(x, float) or math.isfinite(x)}
     for name in _AT_LEAST_ONE:
         if name in values and values[name] < 1:
-            yield f"{_flag(name)} {values[name]} must be at least 1"
+            yield f"{flag_of(name)} {values[name]} must be at least 1"
     for name in _AT_LEAST_ZERO:
         if name in values and values[name] < 0:
-            yield f"{_flag(name)} {values[name]} must not be negative"
+            yield f"{flag_of(name)} {values[name]} must not be negative"
     for name in _ABOVE_ZERO:
         if name in values and values[name] <= 0:
-            yield f"{_flag(name)} {values[name]} must be above 0"
+            yield f"{flag_of(name)} {values[name]} must be above 0"
     for name in _BELOW_ONE:
         if name in values and not 0 <= values[name] < 1:
-            yield f"{_flag(name)} {values[name]} must be at least 0 and below 1"
-
-
-def _check_layout(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
-    parallel = arguments.parallel
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
-    if min(tp, pp, cp, ep) < 1:
-        return  # said already
-    if world_size % (tp * pp * cp):
-        yield (
-            f"{world_size} ranks can't be laid out as tensor {tp} · pipeline {pp} · context {cp}: "
-            f"start a multiple of {tp * pp * cp} ranks, or change these sizes"
-        )
-    if config.num_attention_heads % tp:
-        yield (
-            f"--tensor-model-parallel-size {tp} doesn't divide the model's {config.num_attention_heads} attention heads"
-            f": use one of {_divisors(config.num_attention_heads)}"
-        )
-    dense = [layer for layer in range(config.num_hidden_layers) if not config.is_moe_layer(layer)]
-    if dense and config.intermediate_size % tp:
-        yield (
-            f"--tensor-model-parallel-size {tp} doesn't divide the intermediate_size {config.intermediate_size} of the "
-            f"model's dense layers: use one of {_divisors(config.intermediate_size)}"
-        )
-    yield from _check_experts(arguments, config, world_size)
-
-
-def _check_experts(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
-    """Every rank of an expert-parallel group holds equally many experts, and groups lie within a stage."""
-    ep, pp = arguments.parallel.expert_model_parallel_size, arguments.parallel.pipeline_model_parallel_size
-    if ep == 1:
-        return
-    if not any(map(config.is_moe_layer, range(config.num_layers_with_mtp))):
-        yield (
-            f"--expert-model-parallel-size {ep} needs routed experts, and none of the model's "
-            f"{config.num_hidden_layers} layers has them (n_routed_experts null, or first_k_dense_replace "
-            f"{config.first_k_dense_replace}): use 1"
-        )
-        return
-    stage, experts = world_size // pp, config.n_routed_experts
-    fitting = _divisors(experts if world_size % pp else math.gcd(stage, experts))
-    fix = f"use one of {fitting}" if fitting != "1" else "use 1"
-    if experts % ep:
-        yield (f"--expert-model-parallel-size {ep} doesn't divide the model's {experts} routed experts: {fix}")
-    if world_size % pp == 0 and stage % ep:
-        yield (
-            f"--expert-model-parallel-size {ep} doesn't divide the {stage} ranks of a pipeline stage ({world_size} "
-            f"ranks / pipeline {pp}), which share the experts: {fix}"
-        )
-
-
-def _check_pipeline(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
-    """The schedule can have these numbers, and every stage gets something to do."""
-    from parallel.pipeline.catalogue import AUTO, SCHEDULES
-    from training.pipeline import layers_of_stages, microbatches_of, placement_asked, schedule_of, stages_given
-
-    parallel, training = arguments.parallel, arguments.training
-    sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size)
-    if min(*sizes, training.micro_batch_size, training.global_batch_size) < 1:
-        return  # said already
-    costs, limit = parallel.pipeline_costs, parallel.pipeline_memory_limit
-    pp, layers = parallel.pipeline_model_parallel_size, config.num_hidden_layers
-    if costs and (
-        len(costs) not in (3, 4) or not all(map(math.isfinite, costs)) or min(costs[:3]) <= 0 or min(costs) < 0
-    ):
-        yield (
-            f"--pipeline-costs {','.join(f'{cost:g}' for cost in costs)} must be three times above 0, of forward, "
-            "input gradient and weight gradient, such as 1,1.2,0.8, and maybe a fourth of a message, at least 0"
-        )
-        return
-    for name, value in (("pipeline_costs", costs), ("pipeline_memory_limit", limit)):
-        if value and parallel.pipeline_schedule != AUTO:
-            yield f"{_flag(name)} is for --pipeline-schedule auto, not {parallel.pipeline_schedule}: leave it out"
-    if parallel.overlap_moe_expert_parallel_comm:
-        if parallel.pipeline_schedule == AUTO or SCHEDULES[parallel.pipeline_schedule].together is None:
-            yield (
-                "--overlap-moe-expert-parallel-comm is for --pipeline-schedule dualpipe-v, not "
-                f"{parallel.pipeline_schedule}: leave it out"
-            )
-            return
-        if parallel.expert_model_parallel_size == 1:
-            yield (
-                "--overlap-moe-expert-parallel-comm hides tokens' way to experts on other ranks, and with "
-                "--expert-model-parallel-size 1 none travel: leave it out"
-            )
-    if parallel.pipeline_layers and parallel.pipeline_model_parallel_layout is not None:
-        yield "--pipeline-layers and --pipeline-model-parallel-layout say the same: leave one out"
-        return
-    try:
-        given = stages_given(arguments)
-    except ValueError as error:
-        yield f"--pipeline-model-parallel-layout: {error}"
-        return
-    try:
-        microbatches = microbatches_of(arguments, world_size)
-        if microbatches < 1 or (limit is not None and not limit > 0):
-            return  # said already
-        if pp > layers + 2:  # before a search for so many ranks
-            yield (
-                f"--pipeline-model-parallel-size {pp} needs at least {pp - 2} layers and the model has {layers}: use "
-                f"at most {layers + 2}"
-            )
-            return
-        placement = placement_asked(arguments, config, world_size)
-    except ValueError as error:
-        yield f"--pipeline-schedule {error}"
-        return
-    try:
-        layers_of_stages(arguments, config, placement)
-    except ValueError as error:
-        flag = "pipeline_model_parallel_size"
-        if given:
-            flag = "pipeline_layers" if parallel.pipeline_layers else "pipeline_model_parallel_layout"
-        text = f"{_flag(flag)}: {error}"
-        if given != len(placement) and given % pp == 0 < given:
-            text += f", or a --pipeline-schedule with {given // pp} stages a rank, such as " + (
-                "1f1b" if given == pp else "interleaved with --num-virtual-stages-per-pipeline-rank"
-            )
-        yield text
-        return
-    try:
-        schedule_of(arguments, config, microbatches, placement)
-    except ValueError as error:
-        yield f"--pipeline-schedule {error}"
+            yield f"{flag_of(name)} {values[name]} must be at least 0 and below 1"
 
 
 def _check_not_yet(arguments: Arguments) -> Iterator[str]:
@@ -275,16 +150,16 @@ def _check_balance(arguments: Arguments, config: DeepSeekConfig) -> Iterator[str
         del given["moe_token_drop_level"]
     if not any(config.is_moe_layer(layer) for layer in range(config.num_layers_with_mtp)):
         for name, value in given.items():
-            yield f"{_flag(name)} {value} needs experts and no layer of the model has any: leave it out"
+            yield f"{flag_of(name)} {value} needs experts and no layer of the model has any: leave it out"
     elif config.n_group == 1 or config.topk_method == "greedy":
         for name in filter(given.get, _BALANCES_GROUPS):
             yield (
-                f"{_flag(name)} {given[name]} needs groups of experts and the router has none (n_group "
+                f"{flag_of(name)} {given[name]} needs groups of experts and the router has none (n_group "
                 f"{config.n_group}, topk_method {config.topk_method}): leave it out, or give both in --model's file"
             )
     for name, plain in (("moe_token_drop_policy", "probs"), ("moe_token_drop_level", "expert")):
         if (value := getattr(model, name)) != plain and model.moe_expert_capacity_factor is None:
-            yield f"{_flag(name)} {value} needs --moe-expert-capacity-factor: nothing is dropped without it"
+            yield f"{flag_of(name)} {value} needs --moe-expert-capacity-factor: nothing is dropped without it"
 
 
 def _check_recomputation(arguments: Arguments) -> Iterator[str]:
@@ -297,40 +172,6 @@ def _check_recomputation(arguments: Arguments) -> Iterator[str]:
             f"--recompute-modules {' '.join(modules)} needs --recompute-granularity selective and it is "
             f"{granularity}: set it, or leave the modules out"
         )
-
-
-def _check_batches(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
-    training, parallel = arguments.training, arguments.parallel
-    tp, cp, longest = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        config.max_position_embeddings,
-    )
-    model_ranks = tp * parallel.pipeline_model_parallel_size * cp
-    micro, whole, length = training.micro_batch_size, training.global_batch_size, training.seq_length
-    if min(model_ranks, micro, whole, length) < 1:
-        return  # said already
-    if world_size % model_ranks == 0:
-        dp = world_size // model_ranks
-        if whole % (micro * dp):
-            yield (
-                f"--global-batch-size {whole} isn't a multiple of {micro * dp} = --micro-batch-size {micro} · data "
-                f"parallel size {dp}: use {_multiples_around(whole, micro * dp)}, or change the others"
-            )
-    unit = cp * math.lcm(2, tp) if cp > 1 else tp
-    if length % unit and cp > 1:
-        parts = f", and --tensor-model-parallel-size {tp} each rank's two of them into {tp} parts" if tp > 1 else ""
-        yield (
-            f"--seq-length {length} isn't divisible by {unit}, as --context-parallel-size {cp} cuts it into {2 * cp} "
-            f"chunks{parts}: use {_multiples_around(length, unit)}, or change these sizes; sequences aren't padded"
-        )
-    elif length % unit:
-        yield (
-            f"--seq-length {length} isn't divisible by --tensor-model-parallel-size {tp}, which splits the sequence "
-            f"between blocks: use {_multiples_around(length, tp)}"
-        )
-    if length > longest:
-        yield f"--seq-length {length} is beyond the model's max_position_embeddings {longest}: lower it, or raise that"
 
 
 def _check_schedule(arguments: Arguments) -> Iterator[str]:
@@ -383,19 +224,6 @@ def _check_data(arguments: Arguments) -> Iterator[str]:
                 f"--data-path {prefix}: {' and '.join(missing)} not found; give the prefix without extension, "
                 "as written by tools/preprocess_data.py"
             )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
-
-
-def _multiples_around(number: int, unit: int) -> str:
-    below = number // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)
 
 
 if __name__ == "__main__":  # WORLD_SIZE FLAGS, of scripts/lib/node.sh: what is wrong is told before ranks start
