@@ -80,13 +80,12 @@ def near_ties(found: list[Curve], expected: Curve) -> list[tuple[int, int]]:
     return sorted(set(tied))
 
 
-# AdamW on the layouts that contain the others' machinery in the fast tier; on all of them with --full.
-CASES = [(layout, "sgd") for layout in LAYOUTS]
-CASES += [(layout, "adamw") for layout in ("tp2-pp2-dp2", "micro-batch 4")]
-CASES += [
-    pytest.param(layout, "adamw", marks=pytest.mark.full)
+# In the fast tier the layouts that contain the others' machinery; all of them with --full.
+FAST = {"sgd": ("tp2", "pp4", "tp2-pp2-dp2", "micro-batch 4"), "adamw": ("tp2-pp2-dp2", "micro-batch 4")}
+CASES = [
+    pytest.param(layout, optimizer, marks=() if layout in FAST[optimizer] else pytest.mark.full)
+    for optimizer in FAST
     for layout in LAYOUTS
-    if layout not in ("tp2-pp2-dp2", "micro-batch 4")
 ]
 
 
@@ -116,7 +115,7 @@ def test_recomputation_changes_nothing_and_counts_each_token_once(
     run_ranks: Callable[..., Any], recomputation: dict[str, Any], capsys: Any
 ) -> None:
     flags = {"optimizer": "sgd", **recomputation}
-    found = run_ranks(4, train, Job(layout=Layout(tp=2, pp=2), flags=flags))
+    found = run_ranks(2, train, Job(layout=Layout(tp=2, ep=2), flags=flags))
     assert_same_curve(found, one_rank(run_ranks, "sgd"), "sgd", capsys)
     tokens = 4 * 48
     assert all(sum(load) == tokens * 2 for curve in found for loads in curve.loads for load in loads.values())
