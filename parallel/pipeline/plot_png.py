@@ -19,6 +19,7 @@ from parallel.pipeline.simulate import Costs, ShareCosts, Timeline, memory
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 _RGB = {
     Kind.FORWARD: (0.22, 0.42, 0.69),
@@ -51,6 +52,9 @@ def draw_figure(panels: Sequence[tuple[str, Timeline]], costs: Costs | None = No
     typical = median(cell.end - cell.start for rows in drawn for row in rows for cell in row)
     left, right, top, bottom, title, between, trace = 0.75, 0.95, 0.34, 0.5, 0.45, 0.12, 1.15
     width = min(22.0, max(9.0, left + right + 0.17 * until / max(typical, until / 400)))
+    handles = _legend([timeline.schedule for _, timeline in panels])
+    columns = min(len(handles), int((width - left) / 1.45))
+    top += 0.2 * (-(-len(handles) // columns) - 1)
     bars = [(0.36 if len(rows) <= 4 else 0.27) * len(rows) for rows in drawn]
     height = top + bottom + sum(title + bar + between + trace for bar in bars) + 0.2 * (len(panels) - 1)
     figure = Figure(figsize=(width, height), facecolor="white")
@@ -71,7 +75,8 @@ def draw_figure(panels: Sequence[tuple[str, Timeline]], costs: Costs | None = No
     for above in axes[:-1]:
         above.tick_params(labelbottom=False)
     axes[-1].set_xlabel(f"time ({unit})" if unit else "time")
-    _draw_legend(figure, [timeline.schedule for _, timeline in panels], 1 - 0.05 / height, left / width)
+    anchor = (left / width, 1 - 0.05 / height)
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=anchor, ncols=columns, fontsize=8, frameon=False)
     return figure
 
 
@@ -144,7 +149,8 @@ def _draw_memory(axes: Axes, timeline: Timeline, costs: Costs | None) -> None:
     )
 
 
-def _draw_legend(figure: Figure, schedules: Sequence[Schedule], top: float, left: float) -> None:
+def _legend(schedules: Sequence[Schedule]) -> list[Patch]:
+    """A patch for each colour that these tables need, with what it means."""
     from matplotlib.patches import Patch
 
     handles = []
@@ -153,10 +159,9 @@ def _draw_legend(figure: Figure, schedules: Sequence[Schedule], top: float, left
         for chunk in range(max((chunks_of(schedule) for schedule in having), default=0)):
             label = f"{kind.value}: {KIND_NAMES[kind]}" if chunk == 0 else f"{kind.value}, {ordinal(chunk)} stage"
             handles.append(Patch(color=_shade(kind, chunk), label=label))
-    anchor = (left, top)
-    figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=anchor, ncols=len(handles), fontsize=8, frameon=False
-    )
+    if any(any(schedule.together) for schedule in schedules):
+        handles.append(Patch(facecolor="none", edgecolor="black", label="framed: together"))
+    return handles
 
 
 def _shade(kind: Kind, chunk: int) -> tuple[float, float, float]:
