@@ -42,14 +42,15 @@ class Balance:
             "communication": self.communication_alpha,
             "z": self.z_coefficient,
         }
-        return [name for name, weight in weights.items() if weight]
+        has_experts = any(map(config.is_moe_layer, range(config.num_layers_with_mtp)))
+        return [name for name, weight in weights.items() if weight and has_experts]
 
     def kept(self, config: DeepSeekConfig, expert_tk: torch.Tensor, weights_tk: torch.Tensor) -> torch.Tensor:
         """Which choices are within the capacity, where there is one: bool [t, k]."""
         assert self.capacity_factor is not None
         bins = config.n_group if self.drop_level == "device" else config.n_routed_experts
-        # Rounded, so that 1.1 times 100 isn't a hair above 110.
-        budget = math.ceil(round(self.capacity_factor * expert_tk.numel() / bins, 6))
+        # Rounded, so that 1.1 times 100 isn't a hair above 110; whatever the factor, nobody can get more than all.
+        budget = math.ceil(round(min(self.capacity_factor / bins, 1.0) * expert_tk.numel(), 6))
         bin_tk = expert_tk // (config.n_routed_experts // bins)
         return within_budget(bin_tk, weights_tk if self.drop_policy == "probs" else None, bins, budget)
 

@@ -39,14 +39,6 @@ class Baton:
         self._passed: Callable[[], None] | None = None
         self._jobs: SimpleQueue[Callable[[], None] | None] | None = None
 
-    def __deepcopy__(self, _: Any) -> Baton:
-        """Itself: a copy of a module, which holds axes, takes its turns with the rest of this rank."""
-        return self
-
-    def __reduce__(self) -> Any:
-        """In another process it is another baton: locks and threads don't travel."""
-        return Baton, (self._device,)
-
     def pass_on(self) -> None:
         """Let the other computation run until it passes on or ends; does nothing outside of `together`.
 

@@ -7,7 +7,8 @@ something else is computed. May import `parallel.mesh` only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -173,6 +174,15 @@ def irecv(x: torch.Tensor, axis: Axis, peer: int) -> Work:
     return axis.group.recv([x], peer, 0)
 
 
+def connect(like: torch.Tensor, axis: Axis, source: int, target: int) -> None:
+    """Let two of the axis's ranks meet, by a message that isn't counted. Others return at once. like: of its dtype."""
+    assert axis.group is not None, "nobody to meet"
+    if axis.rank == source:
+        axis.group.send([like.new_zeros(1)], target, 0).wait()
+    elif axis.rank == target:
+        axis.group.recv([like.new_empty(1)], source, 0).wait()
+
+
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -239,7 +249,8 @@ class Exchange:
             away = (leaving.shape[0] - sent[self.axis.rank]) * leaving[0:1].nbytes
             self.axis.ledger.add(self.axis.name, "all_to_all", away)
             arriving = leaving.new_empty((sum(received), *leaving.shape[1:]))
-            work = dist.all_to_all_single(arriving, leaving, received, sent, group=self.axis.group, async_op=True)
+            with self._naming():
+                work = dist.all_to_all_single(arriving, leaving, received, sent, group=self.axis.group, async_op=True)
             self._under_way.append((work, arriving, leaving))
 
     def wait(self) -> tuple[torch.Tensor, ...]:
@@ -249,10 +260,20 @@ class Exchange:
         """
         self.axis.baton.pass_on()
         for work, _, _ in self._under_way:
-            work.wait()
+            with self._naming():
+                work.wait()
         arrived = tuple(arriving for _, arriving, _ in self._under_way)
         self._under_way.clear()
         return arrived
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Inside, a lost peer's error says which ranks' rows it has stopped."""
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, self.axis.ranks))
+            raise RuntimeError(f"rows between ranks {ranks} ({self.axis.name}): {error}") from error
 
 
 class _StartExchange(torch.autograd.Function):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -50,6 +51,13 @@ def cut(sizes: Sequence[int], cap: float) -> list[tuple[int, int]]:
             bounds.append(i)
             held = 0
     return list(itertools.pairwise(dict.fromkeys([*bounds, tail, len(sizes)])))
+
+
+def _call(method: weakref.WeakMethod[Callable[[nn.Parameter], None]], parameter: nn.Parameter) -> None:
+    """A hook that doesn't keep its reducer: autograd's hooks aren't seen by Python's collector of cycles."""
+    bound = method()
+    if bound is not None:
+        bound(parameter)
 
 
 class Bucket:
@@ -158,9 +166,10 @@ class GradientReducer:
         self._sync = True
         for _, parameter in self.named:
             if adds_its_gradient(parameter):  # autograd's hook would fire too, without a gradient
-                parameter.main_grad_added = partial(self._on_added, parameter)  # type: ignore[attr-defined]
+                added = partial(_call, weakref.WeakMethod(self._on_added), parameter)
+                parameter.main_grad_added = added  # type: ignore[attr-defined]
             else:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                parameter.register_post_accumulate_grad_hook(partial(_call, weakref.WeakMethod(self._on_gradient)))
         self.zero()
 
     @property
@@ -268,6 +277,8 @@ class GradientReducer:
         axes: dict[tuple[int, ...], tuple[Axis, list[nn.Parameter]]] = {}  # axes of the same ranks share buckets
         for parameter in backward_order:
             axis = sharding_of(parameter).gradient_axis(self.mesh)
+            # Of the same ranks: counted under one name, whatever parameter comes first.
+            axis = next((same for same in (self.mesh.dp_cp, self.mesh.stage) if same.ranks == axis.ranks), axis)
             axes.setdefault(axis.ranks, (axis, []))[1].append(parameter)
         place = {parameter: i for i, parameter in enumerate(backward_order)}
         buckets = [

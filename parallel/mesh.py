@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -95,6 +95,10 @@ class Axis:
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     ledger: Ledger = field(default_factory=Ledger, repr=False)
     baton: Baton = field(default_factory=Baton, repr=False)
+
+    def __deepcopy__(self, _: Any) -> Axis:
+        """Itself: a copy of a module, which holds axes, is on the same ranks."""
+        return self
 
     @property
     def size(self) -> int:

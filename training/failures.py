@@ -75,7 +75,7 @@ class FailureReport:
         self.tell_peers: Callable[[str], None] | None = None
         """Lets ranks that wait for this one know why it doesn't come; None once all have met."""
         self.doing: Callable[[], str | None] | None = None
-        """What this rank does at a moment, told when a signal ends it; None as long as nothing knows."""
+        """What this rank does at a moment, told when a signal or a lost peer ends it; None as long as nothing knows."""
         self.rank = int(environ.get("RANK", "0"))
         self._speaks_for_host = int(environ.get("LOCAL_RANK", "0")) == 0
         self._record_name = f"error_rank_{self.rank:05d}.json"
@@ -127,6 +127,8 @@ class FailureReport:
         message = f"{type(error).__name__}: {error}"
         stack = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
         cascade = isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
+        if cascade and (doing := self._doing()) and doing not in message:
+            message += f"; {doing}"
         told = self._peer_failed()
         self._write_record(message, stack, cascade)
         _log(logging.CRITICAL, message, error)
@@ -143,13 +145,17 @@ class FailureReport:
     def _end_by_signal(self, number: int | None) -> None:
         interrupted = number == signal.SIGINT
         text = "interrupted by Ctrl-C" if interrupted else "ended by SIGTERM"
-        with contextlib.suppress(Exception):
-            if not interrupted and self.doing is not None and (doing := self.doing()) is not None:
-                text += f"; {doing}"
+        if not interrupted and (doing := self._doing()):
+            text += f"; {doing}"
         _log(logging.WARNING, text)
         if self._speaks_for_host and not self._waiting and not self._peer_failed():
             self._say(f"rank {self.rank} on {self._host} {text}")
         self._exit(EXIT_INTERRUPTED if interrupted else EXIT_TERMINATED)
+
+    def _doing(self) -> str | None:
+        with contextlib.suppress(Exception):
+            return None if self.doing is None else self.doing()
+        return None
 
     def _exit(self, code: int) -> None:
         leave(code)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from parallel.comm import Work, irecv, isend
+from parallel.comm import Work, connect, irecv, isend
 from parallel.gradients import GradientReducer
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.check import check
@@ -110,10 +110,7 @@ class PipelineRuntime:
             if channel in self._axes:
                 continue
             axis = self._axes[channel] = self.mesh.channel(channel.what, rising=channel.source < channel.target)
-            if axis.rank == channel.source:
-                isend(self.like.new_zeros(1), axis, channel.target).wait()
-            elif axis.rank == channel.target:
-                irecv(self.like.new_empty(1), axis, channel.source).wait()
+            connect(self.like, axis, channel.source, channel.target)
 
     def axis_of(self, message: Message) -> Axis:
         """The communicator on which a message travels."""

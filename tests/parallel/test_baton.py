@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -14,12 +13,10 @@ from parallel.baton import Baton
 from parallel.mesh import Axis
 
 
-def test_copies_of_modules_take_turns_with_their_rank_and_can_be_sent() -> None:
-    baton = Baton()
-    baton.together(lambda: None, lambda: None)
-    axis = Axis("ep", (0,), 0, baton=baton)
-    assert copy.deepcopy(axis).baton is baton
-    assert pickle.loads(pickle.dumps(axis)).baton.together(lambda: 1, lambda: 2) == (1, 2)
+def test_copies_of_modules_take_turns_with_their_rank() -> None:
+    axis = Axis("ep", (0,), 0)
+    axis.baton.together(lambda: None, lambda: None)
+    assert copy.deepcopy([axis])[0] is axis
 
 
 def test_exactly_one_runs_and_they_change_at_their_waits_alone() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from parallel.comm import barrier
 from parallel.gradients import GradientReducer, cut
 from parallel.mesh import Axis, Layout, Mesh
 from parallel.sharding import Sharding
+from parallel.weight_gradient import will_add_its_gradient
 
 RunRanks = Callable[..., list[Any]]
 DENSE, REPLICATED, EXPERT = Sharding(0, "tp", 10), Sharding(sequence_fed=True), Sharding(0, "ep", 10, expert=True)
@@ -25,6 +28,17 @@ def parameter(sharding: Sharding, *shape: int, dtype: torch.dtype = torch.float3
     made = nn.Parameter(torch.randn(shape).to(dtype))
     made.sharding = sharding  # type: ignore[attr-defined]
     return made
+
+
+def test_a_reducer_goes_with_its_parameters() -> None:
+    """Autograd keeps its hooks where Python's collector doesn't look: they must not keep the buffers."""
+    parameters = [will_add_its_gradient(parameter(DENSE, 10)), parameter(REPLICATED, 2)]
+    reducer = GradientReducer([(str(i), p) for i, p in enumerate(parameters)], Mesh.create(Layout()))
+    gone = [weakref.ref(x) for x in (reducer, reducer.mesh, reducer.buckets[0].buffer, *parameters)]
+    parameters[1].sum().backward()
+    del parameters, reducer
+    gc.collect()
+    assert [x() for x in gone] == [None] * len(gone)
 
 
 @pytest.mark.parametrize(
