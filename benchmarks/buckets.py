@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.simulated_hosts import SimulatedHosts, unavailable
-
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.two_hosts import run_on_two_hosts
+from tests.simulated_hosts import unavailable
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -43,27 +39,7 @@ def measure(rate: str, options: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 found: see `buckets_rank.main`."""
     passed = {name: getattr(options, name) for name in ("bucket_mb", "rounds", "tokens", "hidden", "layers", "mtp")}
     passed["ddp"] = not options.no_ddp
-    with SimulatedHosts(2, rate) as hosts:
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # hosts have no names, which torch warns of
-            "GLOO_SOCKET_IFNAME": hosts.interface,
-            "MASTER_ADDR": hosts.addresses[0],
-            "MASTER_PORT": "29500",
-            "WORLD_SIZE": "2",
-            "PYTHONPATH": str(ROOT),
-        }
-        words = [sys.executable, "-m", "benchmarks.buckets_rank", json.dumps(passed)]
-        ranks = [
-            subprocess.Popen(
-                hosts.command(rank, words), env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-            )
-            for rank in range(2)
-        ]
-        output = [rank.communicate()[0] for rank in ranks]
-    if failed := [rank for rank, process in enumerate(ranks) if process.returncode]:
-        raise RuntimeError(f"rank {failed[0]} ended with status {ranks[failed[0]].returncode}; its error is above")
-    return json.loads(output[0])
+    return run_on_two_hosts("benchmarks.buckets_rank", rate, passed)
 
 
 def table(rate: str, found: dict[str, Any]) -> str:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from tests.simulated_hosts import SimulatedHosts, unavailable
-
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.two_hosts import run_on_two_hosts
+from tests.simulated_hosts import unavailable
 
 LEAST = 0.5
 """The part of the all-to-alls' time that must be hidden."""
@@ -47,27 +44,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 found: see `overlap_rank.main`."""
     names = ("rounds", "microbatches", "tokens", "hidden", "expert_hidden", "layers")
     passed = {name: getattr(options, name) for name in names}
-    with SimulatedHosts(2, options.rate) as hosts:
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # hosts have no names, which torch warns of
-            "GLOO_SOCKET_IFNAME": hosts.interface,
-            "MASTER_ADDR": hosts.addresses[0],
-            "MASTER_PORT": "29500",
-            "WORLD_SIZE": "2",
-            "PYTHONPATH": str(ROOT),
-        }
-        words = [sys.executable, "-m", "benchmarks.overlap_rank", json.dumps(passed)]
-        ranks = [
-            subprocess.Popen(
-                hosts.command(rank, words), env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-            )
-            for rank in range(2)
-        ]
-        output = [rank.communicate()[0] for rank in ranks]
-    if failed := [rank for rank, process in enumerate(ranks) if process.returncode]:
-        raise RuntimeError(f"rank {failed[0]} ended with status {ranks[failed[0]].returncode}; its error is above")
-    return json.loads(output[0])
+    return run_on_two_hosts("benchmarks.overlap_rank", options.rate, passed)
 
 
 class Hidden(NamedTuple):

@@ -39,6 +39,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "DP2": {"DP": 2},
     "EP2": {"EP": 2},  # the ranks share experts and are data parallel in all else
 }
+LEAST = {("megatron_core", "EP2"): 1.3}
+"""How many times as long as ours a peer's step must take; else the program ends with status 1."""
 CHECKED_STEPS = 3
 TOLERANCE = 1e-5
 """Largest relative difference of the first loss. Rounding gives some 1e-7; another model gives 1e-2."""
@@ -124,6 +126,24 @@ def check_losses(contenders: list[Contender]) -> list[str]:
     return texts
 
 
+def ratio_to_ours(one: Contender, ours: Contender) -> float:
+    """How many times as long its steps take: the median over rounds."""
+    pairs = zip(one.seconds[CHECKED_STEPS:], ours.seconds[CHECKED_STEPS:], strict=True)
+    return statistics.median(theirs / own for theirs, own in pairs)
+
+
+def verdicts(contenders: list[Contender]) -> list[tuple[bool, str]]:
+    """Whether each of `LEAST` that was measured holds, and the line that says so."""
+    by_name = {(one.peer, one.layout): one for one in contenders}
+    found = []
+    for (peer, layout), least in LEAST.items():
+        if (peer, layout) in by_name:
+            ratio = ratio_to_ours(by_name[peer, layout], by_name["ours", layout])
+            what = f"{PEERS[peer]} on {layout} takes at least {least} times as long: {ratio:.2f}"
+            found.append((ratio >= least, f"- {'holds' if ratio >= least else 'DOES NOT HOLD'}: {what}"))
+    return found
+
+
 def table(contenders: list[Contender]) -> list[str]:
     """Rows of a Markdown table: median milliseconds of a step, and in brackets the median ratio to ours in a round."""
     ours = {c.layout: c for c in contenders if c.peer == "ours"}
@@ -136,8 +156,7 @@ def table(contenders: list[Contender]) -> list[str]:
                 cells.append("")
                 continue
             milliseconds = 1e3 * statistics.median(found[0].seconds[CHECKED_STEPS:])
-            pairs = zip(found[0].seconds[CHECKED_STEPS:], ours[layout].seconds[CHECKED_STEPS:], strict=True)
-            ratio = statistics.median(theirs / own for theirs, own in pairs)
+            ratio = ratio_to_ours(found[0], ours[layout])
             cells.append(f"{milliseconds:.0f} ms" + ("" if peer == "ours" else f" ({ratio:.2f}×)"))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
@@ -170,6 +189,10 @@ def main() -> None:
     print(f"A step of {common.TOKENS:,} tokens, one thread a rank, median of {options.rounds}; in brackets over ours.")
     print(f"Largest relative difference of the losses in steps 1 to {CHECKED_STEPS}: {', '.join(differences)}.\n")
     print("\n".join(table(contenders)))
+    said = verdicts(contenders)
+    print("\n" + "\n".join(text for _, text in said))
+    if not all(holds for holds, _ in said):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

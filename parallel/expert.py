@@ -42,6 +42,7 @@ class Traffic:
 def plan_traffic(rows_e: torch.Tensor, axis: Axis) -> Traffic:
     """Tell every rank how many rows it gets. Collective over `axis`; the host waits for the device, unless it is alone.
 
+    On NCCL the counts queue behind rows that are under way on the same communicator, and the host with them.
     rows_e: int64 [e], this rank's rows for each expert.
     """
     if axis.group is None:

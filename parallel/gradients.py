@@ -54,7 +54,10 @@ def cut(sizes: Sequence[int], cap: float) -> list[tuple[int, int]]:
 
 
 def _call(method: weakref.WeakMethod[Callable[[nn.Parameter], None]], parameter: nn.Parameter) -> None:
-    """A hook that doesn't keep its reducer: autograd's hooks aren't seen by Python's collector of cycles."""
+    """A hook that doesn't keep its reducer: autograd's hooks aren't seen by Python's collector of cycles.
+
+    Where the reducer has gone nothing happens: nobody is left to reduce what is added.
+    """
     bound = method()
     if bound is not None:
         bound(parameter)

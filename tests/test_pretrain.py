@@ -200,7 +200,7 @@ def test_a_profiled_pipeline_leaves_what_was_measured_beside_its_simulation(work
     assert f"{measured.idle_share:.1%}" == f"{told[1]}%" and measured.schedule == make_schedule("zb-h1", 2, 4)
     drawn = (run / "pipeline" / "step_00002.txt").read_text()
     assert re.search("zb-h1, step 2 measured, clocks within [0-9.]+ ms: 2 ranks", drawn)
-    stages = "stages: 0 on rank 0: embedding, layer 0 | 1 on rank 1: layer 1, head, 1 MTP layer"
+    stages = "stages: 0 on pipeline rank 0: embedding, layer 0 | 1 on pipeline rank 1: layer 1, head, 1 MTP layer"
     assert drawn.endswith(f"\n{stages}\n") and stages in err and stages not in err_1
     assert f"idle {told[2]}% (within" in drawn.split("simulated:")[1]
 

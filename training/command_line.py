@@ -53,14 +53,15 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None =
 
 
 def to_yaml(arguments: Arguments) -> str:
-    """All flags as flat YAML, a comment before each group; `from_yaml` gives back an equal object.
+    """All flags of a run as flat YAML, a comment before each group; `from_yaml` gives back an equal object.
 
-    `--config` isn't among them: what its file said is.
+    `--config` isn't among them: what its file said is. Nor are `--resume` and `--overwrite`, which are words about one
+    start: whoever reads the file again must not move a run aside by it.
     """
     parts = []
     for group in dataclasses.fields(arguments):
         values = dataclasses.asdict(getattr(arguments, group.name))
-        values.pop("config", None)
+        values = {name: value for name, value in values.items() if name not in ("config", "resume", "overwrite")}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         parts.append(f"# {group.name}\n" + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
     return "\n".join(parts)

@@ -182,7 +182,9 @@ _LINES = {
     "deallocate-pipeline-outputs": "leave it out: what a stage hands on is freed once it was received",
     "pipeline-dtype": "leave it out: what stages hand on has the type that --precision says",
     "standalone-embedding-stage": "use --pipeline-layers with 0 for the first stage",
-    "delay-wgrad-compute": "use --pipeline-schedule zb-v, or another of the zero-bubble ones",
+    "delay-wgrad-compute": (
+        "use --pipeline-schedule zb-v or another zero-bubble one; beside --overlap-moe-expert-parallel-comm dualpipe-v"
+    ),
     "defer-embedding-wgrad-compute wgrad-deferral-limit": (
         "leave it out: a zero-bubble --pipeline-schedule defers layers' weight gradients, the head's would keep logits"
     ),
@@ -194,7 +196,7 @@ _LINES = {
     ),
     "distribute-saved-activations": "leave it out: what a block keeps is split over tensor-parallel ranks already",
     "moe-token-dispatcher-type moe-enable-deepep moe-deepep-num-sms moe-hybridep-*": (
-        "not there yet: tokens travel to experts on other ranks by torch's all-to-all"
+        "leave alltoall out: tokens always travel by torch's all-to-all; other ways are not there yet"
     ),
     "moe-shared-expert-overlap": "leave it out: shared experts are always computed while tokens travel",
     "cp-comm-type hierarchical-context-parallel-sizes": (
@@ -226,7 +228,8 @@ _LINES = {
     ),
     "timing-log-level timing-log-option no-barrier-with-level-1-timing log-timers-to-tensorboard "
     "log-runtime-to-tensorboard runtime-time-unit log-energy log-params-norm log-num-zeros-in-grad "
-    "log-max-attention-logit moe-per-layer-logging moe-routing-trace-path": (
+    "moe-per-layer-logging": "leave it out: TensorBoard's 4_detail/expert_load shows every layer's loads",
+    "log-max-attention-logit moe-routing-trace-path": (
         "not there yet: what is measured of every step is in metrics.jsonl and TensorBoard"
     ),
     "wandb-*": (

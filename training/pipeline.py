@@ -138,5 +138,5 @@ def stages_in_words(placement: Sequence[int], layer_counts: Sequence[int], mtp_l
         if stage == len(placement) - 1:
             parts.append("head")
             parts += [f"{mtp_layers} MTP layer{'s' * (mtp_layers > 1)}"] if mtp_layers else []
-        stages.append(f"{stage} on rank {rank}: {', '.join(parts)}")
+        stages.append(f"{stage} on pipeline rank {rank}: {', '.join(parts)}")
     return f"stages: {' | '.join(stages)}"

@@ -148,7 +148,7 @@ class Trainer:
             **self._worst(measured),
             **({"expert_max_violation": max(result.max_violations)} if self.engine.moe_layers else {}),
             **({"expert_dropped_share": result.dropped_share} if balance.capacity_factor is not None else {}),
-            **({"sent_bytes": result.sent_bytes} if result.sent_bytes else {}),
+            "sent_bytes": result.sent_bytes,
         }
         return record, result
 
@@ -239,8 +239,10 @@ class Trainer:
 
     def _say_what_runs(self) -> None:
         layout, count = self.mesh.layout, parameter_count(self.config)
-        sizes = {"tp": layout.tp, "pp": layout.pp, "dp": self.mesh.dp.size, "cp": layout.cp, "ep": layout.ep}
+        sizes = {"tp": layout.tp, "pp": layout.pp, "dp": self.mesh.dp.size, "cp": layout.cp}
         split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no split"
+        if layout.ep > 1:  # not a factor: experts read the same ranks anew
+            split += f"; experts over {layout.ep}"
         training = self.arguments.training
         logger.info(
             "%s parameters (%s activated), %d ranks (%s) on %s, %d micro-batches of %d x %d tokens each",

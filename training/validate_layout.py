@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 def layout_errors(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
     """Everything wrong with running `arguments` as split over `world_size` ranks."""
     yield from _check_layout(arguments, config, world_size)
+    unfit = [*_check_overlap(arguments)]
+    yield from unfit
+    if unfit:  # the rest of the pipeline is checked as if it weren't asked for
+        arguments = arguments.replace(overlap_moe_expert_parallel_comm=False)
     yield from _check_pipeline(arguments, config, world_size)
     yield from _check_batches(arguments, config, world_size)
 
@@ -74,7 +78,7 @@ def _check_experts(arguments: Arguments, config: DeepSeekConfig, world_size: int
 
 def _check_pipeline(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:
     """The schedule can have these numbers, and every stage gets something to do."""
-    from parallel.pipeline.catalogue import AUTO, SCHEDULES
+    from parallel.pipeline.catalogue import AUTO
     from training.pipeline import layers_of_stages, microbatches_of, placement_asked, schedule_of, stages_given
 
     parallel, training = arguments.parallel, arguments.training
@@ -94,18 +98,6 @@ def _check_pipeline(arguments: Arguments, config: DeepSeekConfig, world_size: in
     for name, value in (("pipeline_costs", costs), ("pipeline_memory_limit", limit)):
         if value and parallel.pipeline_schedule != AUTO:
             yield f"{flag_of(name)} is for --pipeline-schedule auto, not {parallel.pipeline_schedule}: leave it out"
-    if parallel.overlap_moe_expert_parallel_comm:
-        if parallel.pipeline_schedule == AUTO or SCHEDULES[parallel.pipeline_schedule].together is None:
-            yield (
-                "--overlap-moe-expert-parallel-comm is for --pipeline-schedule dualpipe-v, not "
-                f"{parallel.pipeline_schedule}: leave it out"
-            )
-            return
-        if parallel.expert_model_parallel_size == 1:
-            yield (
-                "--overlap-moe-expert-parallel-comm hides tokens' way to experts on other ranks, and with "
-                "--expert-model-parallel-size 1 none travel: leave it out"
-            )
     if parallel.pipeline_layers and parallel.pipeline_model_parallel_layout is not None:
         yield "--pipeline-layers and --pipeline-model-parallel-layout say the same: leave one out"
         return
@@ -145,6 +137,25 @@ def _check_pipeline(arguments: Arguments, config: DeepSeekConfig, world_size: in
         schedule_of(arguments, config, microbatches, placement)
     except ValueError as error:
         yield f"--pipeline-schedule {error}"
+
+
+def _check_overlap(arguments: Arguments) -> Iterator[str]:
+    """A forward is run together with a backward where the schedule can, and where that hides something."""
+    from parallel.pipeline.catalogue import AUTO, SCHEDULES
+
+    parallel = arguments.parallel
+    if not parallel.overlap_moe_expert_parallel_comm:
+        return
+    if parallel.pipeline_schedule == AUTO or SCHEDULES[parallel.pipeline_schedule].together is None:
+        yield (
+            "--overlap-moe-expert-parallel-comm is for --pipeline-schedule dualpipe-v, not "
+            f"{parallel.pipeline_schedule}: set that, or leave it out"
+        )
+    elif parallel.expert_model_parallel_size == 1:
+        yield (
+            "--overlap-moe-expert-parallel-comm hides tokens' way to experts on other ranks, and with "
+            "--expert-model-parallel-size 1 none travel: leave it out"
+        )
 
 
 def _check_batches(arguments: Arguments, config: DeepSeekConfig, world_size: int) -> Iterator[str]:

@@ -27,6 +27,9 @@ def main(directory: str) -> None:
         weight_decay=common.WEIGHT_DECAY,
         clip_grad=common.CLIP,
         router_bias_update_rate=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
     )
     engine = Engine(common.CONFIG, arguments, mesh)
     for stage in engine.stages.values():

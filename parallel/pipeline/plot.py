@@ -238,7 +238,7 @@ def _legend(schedule: Schedule, width: int, colour: bool) -> list[str]:
         ]
         entries.append((" ".join(keys) + f" {KIND_NAMES[kind]}", 4 * len(keys) + len(KIND_NAMES[kind])))
     stages = "" if chunks == 1 else f"; of a rank's {', '.join(map(ordinal, range(chunks)))} stage"
-    pairs = f"; {_JOINED} runs together with the next" if any(schedule.together) else ""
+    pairs = f"; {_JOINED} (where there is room) runs together with the next" if any(schedule.together) else ""
     entries.append((note := f"number: micro-batch{stages}; . idle{pairs}", len(note)))
     lines, used = [""], 0
     for text, length in entries:  # by hand: textwrap would count colours as columns

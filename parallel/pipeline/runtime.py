@@ -236,7 +236,8 @@ class _Step:
         """Run the actions of this moment: one, or a forward and a backward in turns.
 
         The backward begins, with rows that travel at once, hidden by the forward's attention, whose rows then are
-        hidden by the backward's experts; its own next ones by the forward's experts, and so on in turn.
+        hidden by the backward's experts; its own next ones by the forward's experts, and so on in turn. The forward is
+        the one on this thread, as all others are: autograd orders a backward pass by numbers that each thread counts.
         """
         works = [partial(self._compute, action, came) for action, came in zip(self.now, incoming, strict=True)]
         if len(works) == 1:

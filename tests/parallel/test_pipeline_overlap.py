@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from parallel.comm import Exchange, finish_exchange, start_exchange
+from parallel import comm
+from parallel.comm import Exchange, Work, finish_exchange, start_exchange
 from parallel.gradients import GradientReducer
 from parallel.mesh import Axis, Layout, Mesh
 from parallel.pipeline.check import check
@@ -242,14 +243,46 @@ class Ranks:
         return [p.main_grad.clone() for p in self.reducer.parameters]  # type: ignore[attr-defined]
 
 
+class Waited:
+    """A message under way that notes when the host really waits for it."""
+
+    def __init__(self, work: Work, number: int, events: list[str]):
+        self.work, self.number, self.events = work, number, events
+
+    def wait(self) -> None:
+        self.events.append(f"wait {self.number}")
+        self.work.wait()
+
+
 def with_and_without(seed: int, pp: int) -> dict[str, Any]:
     ranks = Ranks(seed, Layout(pp=pp, ep=2), 6)
     ranks.runtime.clock = clock = ActionClock(ranks.mesh.device)
-    found: dict[str, Any] = {"off": ranks.gradients(False), "happened off": list(ranks.happened)}
-    found |= {"on": ranks.gradients(True), "happened": list(ranks.happened), "spans": clock.spans()}
+    events: list[str] = []
+    launch = comm.dist.all_to_all_single
+
+    def watched(*args: Any, **options: Any) -> Waited:
+        number = len(events)
+        events.append(f"launch {number}")
+        return Waited(launch(*args, **options), number, events)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm.dist, "all_to_all_single", watched)
+        found: dict[str, Any] = {"off": ranks.gradients(False), "happened off": list(ranks.happened)}
+        found["events off"] = list(events)
+        events.clear()
+        found |= {"on": ranks.gradients(True), "happened": list(ranks.happened), "spans": clock.spans()}
+        found["events"] = events
     found["row"] = [str(a) for a in ranks.tables[True].actions[ranks.mesh.pp.rank]]
+    found["together"] = ranks.tables[True].together[ranks.mesh.pp.rank]
     found["again"] = ranks.gradients(True)
     return found
+
+
+def hidden(events: list[str]) -> int:
+    """How many messages were under way when another one was launched: launched, and not yet waited for."""
+    place = {event: i for i, event in enumerate(events)}
+    launches = [event for event in events if event.startswith("launch")]
+    return sum(place[event.replace("launch", "wait")] > place[event] + 1 for event in launches)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -259,6 +292,9 @@ def test_pairs_change_when_things_happen_and_no_bit_of_the_gradients(run_ranks: 
         for off, on, again in zip(found["off"], found["on"], found["again"], strict=True):
             assert off.any() and torch.equal(off, on) and torch.equal(on, again)
         assert sorted(found["happened"]) == sorted(found["happened off"])
+        # It isn't enough that they change: the host must not have waited before.
+        assert hidden(found["events off"]) == 0
+        assert hidden(found["events"]) >= 2 * sum(a[0] == "F" and b[0] == "B" for a, b in pairs_of(found))
         # Off, whoever launches waits next. On, the other one's wait and launch come between.
         pair = ["B1 launch", "F0 launch", "B1 wait", "F0 wait"]
         assert contains(found["happened"], pair) == (pp == 1)
@@ -272,6 +308,10 @@ def test_pairs_change_when_things_happen_and_no_bit_of_the_gradients(run_ranks: 
     # The two ranks that exchange do all in one order: else their messages would be taken for each other's.
     for first in range(0, 2 * pp, 2):
         assert results[first]["happened"] == results[first + 1]["happened"]
+
+
+def pairs_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(found["row"][place], found["row"][place + 1]) for place in found["together"]]
 
 
 def contains(happened: list[str], run: list[str]) -> bool:

@@ -95,6 +95,7 @@ def steps_with_ledger(job: Job) -> list[tuple[Any, dict[str, int], dict[int, lis
 
 
 def test_every_rank_knows_what_all_ranks_sent_chose_and_dropped(run_ranks: Callable[..., Any]) -> None:
+    """In each of two steps of the same batch and weights, whose counts begin anew."""
     flags = {"optimizer": "sgd", "router_bias_update_rate": 0.0, "moe_expert_capacity_factor": 1.0}
     ranks = run_ranks(4, steps_with_ledger, Job(layout=Layout(tp=2, pp=2), flags=flags))
     for step in range(2):
@@ -109,6 +110,7 @@ def test_every_rank_knows_what_all_ranks_sent_chose_and_dropped(run_ranks: Calla
         for own in counts:
             for layer, numbers in own.items():
                 summed[layer] = [a + b for a, b in zip(summed[layer], numbers, strict=True)]
+        assert results[0].dropped.tolist() == ranks[0][0][0].dropped.tolist()
         for result in results:
             assert result.expert_loads.tolist() == [summed[layer][:8] for layer in (1, 2, 3, 4)]
             assert result.dropped.tolist() == [summed[layer][8] for layer in (1, 2, 3, 4)]

@@ -90,10 +90,10 @@ def test_the_fifth_step_of_a_start_is_measured_or_its_last(done: int, last: int,
 
 def test_stages_are_told_with_their_ranks_and_layers() -> None:
     assert stages_in_words((0, 1, 1, 0), (0, 1, 2, 1), 1) == (
-        "stages: 0 on rank 0: embedding, no layers | 1 on rank 1: layer 0 | 2 on rank 1: layers 1 to 2 | "
-        "3 on rank 0: layer 3, head, 1 MTP layer"
+        "stages: 0 on pipeline rank 0: embedding, no layers | 1 on pipeline rank 1: layer 0 | "
+        "2 on pipeline rank 1: layers 1 to 2 | 3 on pipeline rank 0: layer 3, head, 1 MTP layer"
     )
-    assert stages_in_words((0,), (4,), 0) == "stages: 0 on rank 0: embedding, layers 0 to 3, head"
+    assert stages_in_words((0,), (4,), 0) == "stages: 0 on pipeline rank 0: embedding, layers 0 to 3, head"
 
 
 def test_a_full_disk_costs_the_drawing_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
