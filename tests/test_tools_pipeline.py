@@ -59,7 +59,7 @@ def test_what_runs_together_is_marked_and_compared_with_the_table_without(capsys
     pairs = make_schedule("dualpipe-v", 4, 8, together=True).together
     for rank, line in enumerate(overlapped.splitlines()[1:5]):
         assert line.count("&") == len(pairs[rank])
-    assert "& runs together with the next" in overlapped and "&" not in plain
+    assert "& (where there is room) runs together with the next" in overlapped and "&" not in plain
 
 
 def test_the_list_has_every_schedule_with_the_least_idle_first(capsys: pytest.CaptureFixture[str]) -> None:

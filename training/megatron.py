@@ -226,9 +226,9 @@ _LINES = {
     "inprocess-* enable-ft-package calc-ft-timeouts adlr-autoresume adlr-autoresume-interval": (
         "not there yet: a failing rank ends the run; start it again with --resume"
     ),
+    "moe-per-layer-logging": "leave it out: TensorBoard's 4_detail/expert_load shows every layer's loads",
     "timing-log-level timing-log-option no-barrier-with-level-1-timing log-timers-to-tensorboard "
     "log-runtime-to-tensorboard runtime-time-unit log-energy log-params-norm log-num-zeros-in-grad "
-    "moe-per-layer-logging": "leave it out: TensorBoard's 4_detail/expert_load shows every layer's loads",
     "log-max-attention-logit moe-routing-trace-path": (
         "not there yet: what is measured of every step is in metrics.jsonl and TensorBoard"
     ),

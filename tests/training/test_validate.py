@@ -104,7 +104,11 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
         ({"pipeline_costs": (1.0, 1.0, 1.0)}, 8, ["--pipeline-costs", "auto", "leave it out"]),
         ({"pipeline_schedule": "auto", "pipeline_costs": (1.0, -1.0, 1.0)}, 8, ["1,-1,1", "1,1.2,0.8"]),
         ({"pipeline_memory_limit": 2.0}, 8, ["--pipeline-memory-limit", "auto", "leave it out"]),
-        ({"overlap_moe_expert_parallel_comm": True}, 8, ["parallel-comm is for", "dualpipe-v, not 1f1b: leave it out"]),
+        (
+            {"overlap_moe_expert_parallel_comm": True},
+            8,
+            ["parallel-comm is for", "dualpipe-v, not 1f1b: set that, or leave it out"],
+        ),
         (
             {"overlap_moe_expert_parallel_comm": True, "pipeline_schedule": "dualpipe-v"},
             8,
