@@ -162,7 +162,8 @@ def test_different_numbers_of_micro_batches_and_a_slow_rank_are_no_fault(run_ran
 
 def test_a_gradient_for_a_bucket_that_is_on_its_way_is_refused() -> None:
     model = model_of(0)
-    GradientReducer(model.named_parameters(), Mesh.create(Layout()))
+    reducer = GradientReducer(model.named_parameters(), Mesh.create(Layout()))
     model(torch.randn(2, 7)).sum().backward()
+    assert all(bucket.launched for bucket in reducer.buckets)
     with pytest.raises(RuntimeError, match="a gradient of 2.bias arrived .* inside no_sync"):
         model(torch.randn(2, 7)).sum().backward()
