@@ -21,8 +21,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from model.config import DeepSeekConfig
-from model.deepseek import DeepSeekStage, ModelOptions, build_stages
+from model.deepseek import DeepSeekStage, build_stages
 from model.microbatch import MicroBatch, set_denominators
+from model.options import ModelOptions
 from parallel.comm import barrier, gather_objects
 from parallel.gradients import GradientReducer
 from parallel.launch import destroy, init_distributed

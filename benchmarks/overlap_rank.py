@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from model.config import DeepSeekConfig
-from model.deepseek import ModelOptions, build_stages
+from model.deepseek import build_stages
 from model.microbatch import MicroBatch, set_denominators
+from model.options import ModelOptions
 from parallel import comm
 from parallel.comm import barrier, gather_objects
 from parallel.gradients import GradientReducer

@@ -55,10 +55,6 @@ class Balance:
         return within_budget(bin_tk, weights_tk if self.drop_policy == "probs" else None, bins, budget)
 
 
-NO_EXTRAS = Balance()
-"""Only what the model's configuration says."""
-
-
 def within_budget(bin_tk: torch.Tensor, weights_tk: torch.Tensor | None, bins: int, budget: int) -> torch.Tensor:
     """Bool [t, k]: whether a choice is among the first `budget` of its bin: by weight, then (or only) by position.
 

@@ -8,19 +8,17 @@ Shapes: s sequence, l = s/(cp·tp) this rank's part of it, b batch, h hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
 
 from model.attention import LatentAttention, document_mask
-from model.balance import NO_EXTRAS, Balance
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
 from model.mlp import DenseMLP
 from model.moe import MoE
+from model.options import ModelOptions
 from model.rotary import rotary_frequencies, rotation
 from parallel.context import context_part
 from parallel.cross_entropy import vocabulary_parallel_cross_entropy
@@ -31,45 +29,22 @@ from parallel.sharding import initialise
 from parallel.tensor import ReplicatedLinear, SequenceRMSNorm, VocabularyParallelEmbedding, VocabularyParallelHead
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """How the model is trained, as far as it isn't its shape.
-
-    recompute: "full" keeps a block's input and runs its forward again in backward, "selective" does so with parts of a
-    block, recompute_modules (the names in training/arguments.py); mtp_loss_scaling_factor: λ of the MTP losses;
-    mtp_hidden: whether MTP starts from the last hidden states after or before the final norm; balance: of experts.
-    """
-
-    recompute: Literal["none", "full", "selective"] = "none"
-    recompute_modules: tuple[str, ...] = ()
-    mtp_loss_scaling_factor: float = 0.3
-    mtp_hidden: Literal["after-norm", "before-norm"] = "after-norm"
-    balance: Balance = NO_EXTRAS
-
-
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): [l, b, h] -> [l, b, h].
 
-    recompute: parts that are computed again in backward: "layernorm" the outputs of both norms, "mlp" a dense MLP,
+    Of the options' recomputed parts: "layernorm" the outputs of both norms, "mlp" a dense MLP,
     "mlp_act" its activation only, "moe" a mixture of experts, and those of `LatentAttention` and `MoE`.
     """
 
-    def __init__(
-        self,
-        config: DeepSeekConfig,
-        mesh: Mesh,
-        layer: int,
-        recompute: tuple[str, ...] = (),
-        balance: Balance = NO_EXTRAS,
-    ):
+    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, options: ModelOptions):
         super().__init__()
         self.input_layernorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
+        recompute = options.recomputed_parts
         self.self_attn = LatentAttention(config, mesh, recompute)
         self.post_attention_layernorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: MoE | DenseMLP
         if config.is_moe_layer(layer):
-            # What is recomputed as a whole has no parts that are.
-            self.mlp = MoE(config, mesh, layer, () if "moe" in recompute else recompute, balance)
+            self.mlp = MoE(config, mesh, layer, options)
         else:
             discard_inner = "mlp_act" in recompute and "mlp" not in recompute
             self.mlp = DenseMLP(config.hidden_size, config.intermediate_size, mesh, discard_inner)
@@ -102,19 +77,12 @@ class SharedHead(nn.Module):
 class MTPBlock(Block):
     """One depth of multi-token prediction (2412.19437, eq. 21–23): joins states and next tokens, then a block.
 
-    "layernorm" in recompute is for the norms that join, too. The one before the head is kept, as is the main head's:
+    "layernorm" is for the norms that join, too. The one before the head is kept, as is the main head's:
     on the last stage backward begins where forward ends.
     """
 
-    def __init__(
-        self,
-        config: DeepSeekConfig,
-        mesh: Mesh,
-        layer: int,
-        recompute: tuple[str, ...] = (),
-        balance: Balance = NO_EXTRAS,
-    ):
-        super().__init__(config, mesh, layer, recompute, balance)
+    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, options: ModelOptions):
+        super().__init__(config, mesh, layer, options)
         self.enorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size)
@@ -165,12 +133,11 @@ class DeepSeekStage(nn.Module):
             self.embed_tokens = embedding or VocabularyParallelEmbedding(
                 config.vocab_size, config.hidden_size, mesh, embedding_ranks
             )
-        parts = options.recompute_modules if options.recompute == "selective" else ()
-        self.layers = nn.ModuleDict({str(i): Block(config, mesh, i, parts, options.balance) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(config, mesh, i, options) for i in layers})
         if last:
             self.norm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
             self.lm_head = VocabularyParallelHead(config.vocab_size, config.hidden_size, mesh)
-        self.layers.update({str(i): MTPBlock(config, mesh, i, parts, options.balance) for i in mtp_layers})
+        self.layers.update({str(i): MTPBlock(config, mesh, i, options) for i in mtp_layers})
         self._main, self._mtp = [str(i) for i in layers], [str(i) for i in mtp_layers]
 
     def forward(self, x_lbh: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:

@@ -45,13 +45,13 @@ class SharedExpert(nn.Module):
         self.down_proj = ReplicatedLinear(intermediate, hidden)
 
     def forward(self, x_lbh: torch.Tensor) -> torch.Tensor:
-        return self.outer(self.inner(x_lbh))
+        return self.second_half(self.first_half(x_lbh))
 
-    def inner(self, x_lbh: torch.Tensor) -> torch.Tensor:
+    def first_half(self, x_lbh: torch.Tensor) -> torch.Tensor:
         """Gate and up: [l, b, h] -> [l, b, 2i]."""
         return self.gate_up_proj(x_lbh)
 
-    def outer(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def second_half(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[l, b, 2i] -> [l, b, h]."""
         return _activate(gate_up, self.down_proj, self.discard_inner)
 

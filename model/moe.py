@@ -14,10 +14,10 @@ from torch import nn
 
 from kernels.permute import combine, dispatch, expert_order
 from kernels.swiglu import swiglu
-from model.balance import NO_EXTRAS, Balance
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch
 from model.mlp import SharedExpert
+from model.options import ModelOptions
 from model.router import Router
 from parallel.comm import finish_exchange, start_exchange
 from parallel.mesh import Mesh
@@ -64,20 +64,16 @@ class MoE(nn.Module):
     """y = Σᵢ wᵢ Eᵢ(x) + Shared(x) for this rank's tokens: [l, b, h] -> [l, b, h].
 
     Rows travel over ep to the ranks that hold their experts, and back; the shared expert is computed meanwhile.
-    recompute: what is computed again in backward: "moe_act" the routed experts' activation, "shared_experts", or of
-    those "mlp_act" the activation only.
+    Of the options' recomputed parts: "moe_act" the routed experts' activation, "shared_experts", or of those "mlp_act"
+    the activation only.
     """
 
-    def __init__(
-        self,
-        config: DeepSeekConfig,
-        mesh: Mesh,
-        layer: int,
-        recompute: tuple[str, ...] = (),
-        balance: Balance = NO_EXTRAS,
-    ):
+    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, options: ModelOptions):
         super().__init__()
-        self.gate = Router(config, mesh, layer, balance)
+        recompute = options.recomputed_parts
+        if "moe" in recompute:  # by the block, and what is recomputed as a whole has no parts that are
+            recompute = ()
+        self.gate = Router(config, mesh, layer, options.balance)
         self.experts = RoutedExperts(config, mesh, discard_inner="moe_act" in recompute)
         self.recompute_shared = "shared_experts" in recompute
         self.shared_experts = None
@@ -94,13 +90,13 @@ class MoE(nn.Module):
         # 2. to the experts, and the shared expert's first half meanwhile
         there, back = routing.traffic.there(), routing.traffic.back()
         under_way = start_exchange(there, x_rh, weight_r)
-        shared = self._shared_inner(x_lbh)
+        shared = self._shared_first(x_lbh)
         x_rh, weight_r = finish_exchange(there, *under_way)
         # 3. the experts of this rank
         y_rh = self.experts(x_rh, weight_r, routing.traffic.ends_u)
         # 4. back, and the shared expert's second half meanwhile
         under_way = start_exchange(back, y_rh)
-        shared = self._shared_outer(shared)
+        shared = self._shared_second(shared)
         (y_rh,) = finish_exchange(back, *under_way)
         # 5. together
         out_lbh = combine(y_rh, order_r, place_tk, kept_tk).view_as(x_lbh)
@@ -108,17 +104,17 @@ class MoE(nn.Module):
             out_lbh = _AttachLoss.apply(out_lbh, auxiliary)
         return out_lbh if shared is None else out_lbh + shared
 
-    def _shared_inner(self, x_lbh: torch.Tensor) -> torch.Tensor | None:
+    def _shared_first(self, x_lbh: torch.Tensor) -> torch.Tensor | None:
         if self.shared_experts is None:
             return None
         if self.recompute_shared:  # in one piece: its inner values aren't kept
             return recomputed(self.shared_experts, x_lbh)
-        return self.shared_experts.inner(x_lbh)
+        return self.shared_experts.first_half(x_lbh)
 
-    def _shared_outer(self, shared: torch.Tensor | None) -> torch.Tensor | None:
+    def _shared_second(self, shared: torch.Tensor | None) -> torch.Tensor | None:
         if self.shared_experts is None or self.recompute_shared or shared is None:
             return shared
-        return self.shared_experts.outer(shared)
+        return self.shared_experts.second_half(shared)
 
 
 class _AttachLoss(torch.autograd.Function):

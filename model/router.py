@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from model.balance import NO_EXTRAS, Balance, auxiliary_losses, visits
+from model.balance import Balance, auxiliary_losses, visits
 from model.config import DeepSeekConfig
 from model.microbatch import MicroBatch, Routing
 from parallel.comm import all_reduce_
@@ -34,7 +34,7 @@ class Router(nn.Module):
     load_e: torch.Tensor
     dropped: torch.Tensor
 
-    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, balance: Balance = NO_EXTRAS):
+    def __init__(self, config: DeepSeekConfig, mesh: Mesh, layer: int, balance: Balance):
         super().__init__()
         self.config, self.balance = config, balance
         self.losses = balance.loss_names(config)

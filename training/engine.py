@@ -15,8 +15,9 @@ from torch import nn
 
 from model.balance import Balance
 from model.config import DeepSeekConfig
-from model.deepseek import ModelOptions, build_stages
+from model.deepseek import build_stages
 from model.microbatch import MicroBatch, set_denominators
+from model.options import ModelOptions
 from model.router import routers, update_router_bias
 from parallel.comm import all_reduce_, barrier
 from parallel.gradients import GradientReducer

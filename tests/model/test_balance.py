@@ -12,6 +12,7 @@ from model.balance import Balance, within_budget
 from model.config import DeepSeekConfig
 from model.microbatch import Denominators, MicroBatch
 from model.moe import MoE
+from model.options import ModelOptions
 from model.router import Router
 from parallel.mesh import Layout, Mesh
 from parallel.recompute import recomputed
@@ -153,7 +154,7 @@ def run(
 ) -> tuple[MoE, MicroBatch, torch.Tensor]:
     """An MoE layer's forward and backward with the same numbers for every balance."""
     torch.manual_seed(seed)
-    moe = MoE(model(), MESH, 1, balance=balance).train(training)
+    moe = MoE(model(), MESH, 1, ModelOptions(balance=balance)).train(training)
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     batch, x_lbh = batch_of(3, 7, 3), torch.randn(7, 3, 20, requires_grad=True)

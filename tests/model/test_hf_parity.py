@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from model.config import DeepSeekConfig
-from model.deepseek import DeepSeekStage, ModelOptions, build_stages
+from model.deepseek import DeepSeekStage, build_stages
 from model.hf import global_shapes, load_hf_directory
 from model.microbatch import MicroBatch, set_denominators
+from model.options import ModelOptions
 from parallel.comm import gather_objects
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from model.config import DeepSeekConfig
-from model.deepseek import DeepSeekStage, ModelOptions, build_stages
+from model.deepseek import DeepSeekStage, build_stages
 from model.flops import parameter_count
 from model.hf import global_shapes
+from model.options import ModelOptions
 from parallel.mesh import Layout, Mesh
 from parallel.sharding import Sharding, global_slice, sharding_of, valid_part
 from training.arguments import Arguments

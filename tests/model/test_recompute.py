@@ -18,10 +18,11 @@ import model.attention
 import model.mlp
 import model.moe
 from model.config import DeepSeekConfig
-from model.deepseek import DeepSeekStage, ModelOptions, build_stages
+from model.deepseek import DeepSeekStage, build_stages
 from model.microbatch import MicroBatch, set_denominators
 from model.mlp import DenseMLP, SharedExpert
 from model.moe import MoE
+from model.options import ModelOptions
 from model.router import routers
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
