@@ -98,25 +98,26 @@ def auxiliary_losses(
 
     and of all tokens z: c · mean of (log Σⱼ exp zⱼ)².
     """
-    names = balance.loss_names(config)
     losses: dict[str, torch.Tensor] = {}
+
+    def by_group(x_be: torch.Tensor) -> torch.Tensor:
+        return x_be.unflatten(-1, (config.n_group, -1))
+
     if routing.sequence_counts_be is not None:
-        batches, groups = len(routing.sequence_counts_be), config.n_group
         share_te = scores_te / scores_te.sum(-1, keepdim=True) if config.scoring_func == "sigmoid" else scores_te
-        share_be = share_te.unflatten(0, (-1, batches)).sum(0) / length
+        share_be = share_te.unflatten(0, (-1, len(routing.sequence_counts_be))).sum(0) / length
         frequency_be = routing.sequence_counts_be * (config.n_routed_experts / (config.num_experts_per_tok * length))
-        if "aux" in names:
+        if config.aux_loss_alpha:
             losses["aux"] = config.aux_loss_alpha * (frequency_be * share_be).sum() / sequences
-        if "device" in names:
-            frequency_bg = frequency_be.unflatten(-1, (groups, -1)).mean(-1)
-            share_bg = share_be.unflatten(-1, (groups, -1)).sum(-1)
-            losses["device"] = balance.device_alpha * (frequency_bg * share_bg).sum() / sequences
-        if "communication" in names:
+        if balance.device_alpha:
+            products_bg = by_group(frequency_be).mean(-1) * by_group(share_be).sum(-1)
+            losses["device"] = balance.device_alpha * products_bg.sum() / sequences
+        if balance.communication_alpha:
             assert routing.sequence_visits_bg is not None
-            frequency_bg = routing.sequence_visits_bg * (groups / (config.topk_group * length))
-            share_bg = share_be.unflatten(-1, (groups, -1)).sum(-1)
-            losses["communication"] = balance.communication_alpha * (frequency_bg * share_bg).sum() / sequences
-    if "z" in names:
+            frequency_bg = routing.sequence_visits_bg * (config.n_group / (config.topk_group * length))
+            products_bg = frequency_bg * by_group(share_be).sum(-1)
+            losses["communication"] = balance.communication_alpha * products_bg.sum() / sequences
+    if balance.z_coefficient:
         square_t = logits_te.logsumexp(-1).square()
         losses["z"] = balance.z_coefficient * square_t.sum() / (sequences * length)
     return losses
