@@ -8,7 +8,9 @@ from setuptools import setup
 
 PACKAGES = [
     "kernels",
+    "kernels.triton_ops",
     "parallel",
+    "parallel.compression",
     "parallel.pipeline",
     "model",
     "data",
@@ -37,6 +39,8 @@ EXTRAS_REQUIRE = {
     "dev": [
         *("pytest>=8", "hypothesis", "ruff", "mypy", "transformers>=5", "megatron-core", "types-PyYAML"),
         "matplotlib",
+        # Kernels are run by Triton's interpreter and compiled for GPUs that needn't be there.
+        "triton; platform_system == 'Linux'",
     ],
     # Pictures of pipelines as PNG: tools/pipeline.py --png, --profile-pipeline.
     "plot": ["matplotlib"],
@@ -52,7 +56,7 @@ if __name__ == "__main__":
         license="Apache-2.0",
         python_requires=">=3.10",
         packages=PACKAGES,
-        package_data={"configs.models": ["*.json"], "configs.runs": ["*.yaml"]},
+        package_data={"configs.models": ["*.json"], "configs.runs": ["*.yaml"], "kernels": ["csrc/*"]},
         py_modules=["pretrain_deepseek"],
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,

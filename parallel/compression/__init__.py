@@ -1,0 +1,1 @@
+"""Gradients on the wire: codecs, error feedback, transports. Imports `kernels` and `parallel` only."""
