@@ -23,15 +23,15 @@ BACKENDS = ("auto", "torch", "native", "triton", "cuda")
 in Triton's interpreter (TRITON_INTERPRET=1). cuda: CUDA C++ on a GPU."""
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "quantize": {},
-    "dequantize": {},
-    "sign_pack": {},
-    "sign_unpack": {},
-    "decode_sum": {},
-    "decode_sum_encode": {},
-    "select_top": {},
-    "scatter_sum": {},
-    "bucket_pack": {},
+    "quantize": {"triton": "kernels.triton_ops.quantize"},
+    "dequantize": {"triton": "kernels.triton_ops.quantize"},
+    "sign_pack": {"triton": "kernels.triton_ops.sign_pack"},
+    "sign_unpack": {"triton": "kernels.triton_ops.sign_pack"},
+    "decode_sum": {"triton": "kernels.triton_ops.decode_sum"},
+    "decode_sum_encode": {"triton": "kernels.triton_ops.decode_sum"},
+    "select_top": {"triton": "kernels.triton_ops.select_top"},
+    "scatter_sum": {"triton": "kernels.triton_ops.select_top"},
+    "bucket_pack": {"triton": "kernels.triton_ops.bucket_pack"},
 }
 """Op -> backend -> the module with a function of the op's name and arguments, best first. The reference is in the op's
 own file."""
