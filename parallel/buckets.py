@@ -65,7 +65,7 @@ class Bucket:
         self.reduction: Reduction | None = None if compression is None else compression.add(self.buffer, spans, axis)
         self.rearm()
 
-    def launch(self, compress: bool) -> None:
+    def launch(self, compress: bool = False) -> None:
         """Start the sum over the axis, compressed if asked for and possible."""
         self.launched = True
         if compress and self._compression is not None and self.reduction is not None:

@@ -197,7 +197,7 @@ class GradientReducer:
         """L2 norm of the whole model's gradient, the same fp32 scalar on every rank. Call after `finish`. Collective.
 
         Every parameter counts once, whatever holds copies of it; padding rows don't count. NaN where a rank's own
-        gradient wasn't finite before it was compressed: codes may swallow that, so it is counted, and counts are summed.
+        gradient wasn't finite before it was compressed: codes may swallow that, so such values are counted and summed.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for part in self._counted:

@@ -47,9 +47,11 @@ class Compression:
         self._lanes = Lanes(mesh.device)
         self._codec: Codec | None = None if options.name == "powersgd" else codec_of(options)
         # Every lane's messages have a communicator of their own; ranks without a bucket on an axis make them too.
+        groups = mesh.layout.groups(mesh.world_size)
+        names = [name for name in ("dp_cp", "stage", "edp") if name == "dp_cp" or groups[name] != groups["dp_cp"]]
         self._wires = {
             name: [mesh.again(name, f"compressed gradients {way}", options.inner_size) for way in ("there", "back")]
-            for name in ("dp_cp", "stage", "edp")
+            for name in names
         }
 
     @property
