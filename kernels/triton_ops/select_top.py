@@ -149,8 +149,8 @@ def take_kernel(x_rm, residual_rm, new_residual_rm, wire_rw, before, thresholds,
 
 @triton.jit(do_not_specialize=["m"])
 def scatter_add_kernel(wire_w, out_m, k, m, TILE: tl.constexpr):
-    """A program: TILE entries of one row, whose places differ. One outside of the row is left out: to refuse it, the host
-    would have to wait.
+    """A program: TILE entries of one row, whose places differ. One outside of the row is left out: refusing it would
+    make the host wait.
     """
     entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
     values = wire_w.to(tl.pointer_type(tl.float32))
