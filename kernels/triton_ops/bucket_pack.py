@@ -86,7 +86,7 @@ def pack(tensors: Sequence[torch.Tensor], out_n: torch.Tensor, factor: float) ->
     partials = torch.empty(2, programs, dtype=torch.float64, device=out_n.device)
     source = tensors[0].dtype if tensors else out_n.dtype
     constants = {"SOURCE": _TYPES[source], "TARGET": _TYPES[out_n.dtype], "TILE": _TILE}
-    return Launch(pack_kernel, programs, (partials, table, len(sizes), factor), constants), partials
+    return Launch(pack_kernel, programs, (partials, table, len(sizes), factor), constants, registers=168), partials
 
 
 def bucket_pack(tensors: Sequence[torch.Tensor], out_n: torch.Tensor, factor: float = 1.0) -> torch.Tensor:

@@ -149,7 +149,7 @@ def sum_rows(wire_rw: torch.Tensor, wire_format: WireFormat, out_m: torch.Tensor
     constants = tiling(wire_format)
     sizes = layout(wire_format, out_m.numel())
     programs = triton.cdiv(sizes[0], constants["BLOCKS"])
-    return Launch(decode_sum_kernel, programs, (wire_rw, out_m, wire_rw.shape[0], *sizes), constants)
+    return Launch(decode_sum_kernel, programs, (wire_rw, out_m, wire_rw.shape[0], *sizes), constants, registers=255)
 
 
 def sum_rows_encode(
@@ -167,7 +167,7 @@ def sum_rows_encode(
     partials = torch.empty(3, programs, dtype=torch.float64, device=wire_rw.device)
     residuals = (as_integers(residual_m), as_integers(new_residual_m))
     arguments = (wire_rw, *residuals, wire_w, partials, wire_rw.shape[0], *sizes)
-    return Launch(decode_sum_encode_kernel, programs, arguments, constants), partials
+    return Launch(decode_sum_encode_kernel, programs, arguments, constants, registers=255), partials
 
 
 def decode_sum(wire_rw: torch.Tensor, wire_format: WireFormat, out_m: torch.Tensor) -> torch.Tensor:

@@ -33,16 +33,15 @@ class Launch:
     arguments: tuple[Any, ...]
     constants: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
+    registers: int = 128
+    """The most that a thread may use. Told none, the assembler aims at a number that lets more programs run at once and
+    spills where it misses it by a little. Told more than a kernel needs, it takes them.
+    """
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments: the constants and the compiler's options.
-
-        Told no limit of registers, the assembler aims at one that lets more programs run at once, and where it misses
-        it by a little, it spills. The limit lets two programs of 8 warps run at once.
-        """
-        registers = min(255, 32768 // (32 * self.num_warps))
-        return {**self.constants, "num_warps": self.num_warps, "maxnreg": registers, "enable_fp_fusion": False}
+        """Keyword arguments: the constants and the compiler's options."""
+        return {**self.constants, "num_warps": self.num_warps, "maxnreg": self.registers, "enable_fp_fusion": False}
 
     def run(self) -> None:
         if not self.programs:

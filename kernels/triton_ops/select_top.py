@@ -19,8 +19,9 @@ from kernels import select_top as reference
 from kernels.triton_ops.launch import Launch, as_integers
 from kernels.triton_ops.tile import bits_of, load_values, store_statistics, store_values
 
-_TILE = 4096
-"""Values of a program."""
+_TILE = 2048
+"""Values of a program of steps 2 and 4, 16 a thread; with more, or in twice the warps, step 4 spilled registers."""
+_EXPONENTS_TILE = 4096
 _ENTRIES = 1024
 BIN_SHIFT = tl.constexpr(reference.BIN_SHIFT)
 STEPS = tl.constexpr(8)
@@ -169,7 +170,7 @@ def select(
     """The launches of `select_top`, in order, and the programs' statistics, fp64 [3, programs]."""
     rows, m = x_rm.shape
     k = wire_rw.shape[1] // reference.ENTRY_BYTES
-    if m > (1 << 31) - _TILE:
+    if m > (1 << 31) - _EXPONENTS_TILE:
         raise ValueError(
             f"select_top: rows of {m} values; places are int32, up to the last tile's end: smaller buckets"
         )
@@ -182,12 +183,14 @@ def select(
     partials = torch.empty(3, rows * tiles, dtype=torch.float64, device=x_rm.device)
     values = (x_rm, as_integers(residual_rm))
     tile = {"TILE": _TILE}
+    first_tile = {"TILE": _EXPONENTS_TILE}
+    programs = rows * triton.cdiv(m, _EXPONENTS_TILE)
     taken = (*values, as_integers(new_residual_rm), wire_rw, before, thresholds, partials, m, k)
     launches = [
-        Launch(count_exponents_kernel, rows * tiles, (*values, exponents_re, m), tile),
+        Launch(count_exponents_kernel, programs, (*values, exponents_re, m), first_tile, registers=168),
         Launch(count_tiles_kernel, rows * tiles, (*values, exponents_re, counts, m, k), tile),
         Launch(place_tiles_kernel, rows, (exponents_re, counts, before, thresholds, m, k, tiles), {"CHUNK": 512}),
-        Launch(take_kernel, rows * tiles, taken, tile, num_warps=8),
+        Launch(take_kernel, rows * tiles, taken, tile, registers=255),
     ]
     return launches, partials
 
