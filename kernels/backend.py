@@ -23,15 +23,15 @@ BACKENDS = ("auto", "torch", "native", "triton", "cuda")
 in Triton's interpreter (TRITON_INTERPRET=1). cuda: CUDA C++ on a GPU."""
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "quantize": {},
-    "dequantize": {},
-    "sign_pack": {},
-    "sign_unpack": {},
-    "decode_sum": {},
-    "decode_sum_encode": {},
-    "select_top": {},
-    "scatter_sum": {},
-    "bucket_pack": {},
+    "quantize": {"native": "kernels.native"},
+    "dequantize": {"native": "kernels.native"},
+    "sign_pack": {"native": "kernels.native"},
+    "sign_unpack": {"native": "kernels.native"},
+    "decode_sum": {"native": "kernels.native"},
+    "decode_sum_encode": {"native": "kernels.native"},
+    "select_top": {"native": "kernels.native"},
+    "scatter_sum": {"native": "kernels.native"},
+    "bucket_pack": {"native": "kernels.native"},
 }
 """Op -> backend -> the module with a function of the op's name and arguments, best first. The reference is in the op's
 own file."""
