@@ -1,7 +1,7 @@
 """Ops on gradients in C, for a CPU: one pass over memory each, where torch makes ten.
 
-Lives here: the functions of `csrc/*.c` as `backend` calls them. Imports torch and `kernels` only. ctypes lets other
-threads run meanwhile. Semantics, shapes and arguments: the public functions of each op's own file, which have checked them.
+Lives here: the functions of `csrc/*.c` as `backend` calls them. Imports torch and `kernels` only. Arguments and what is
+computed: the public functions in each op's own file, which have checked them. ctypes lets other threads run meanwhile.
 """
 
 from __future__ import annotations

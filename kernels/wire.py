@@ -90,7 +90,10 @@ def check_wire(op: str, wire_format: WireFormat, wire_rw: torch.Tensor, rows: in
     """Raise TypeError or ValueError, naming the op, unless this is a contiguous wire, uint8 [rows, wire_bytes(m)]."""
     if wire_rw.dtype != torch.uint8:
         raise TypeError(f"{op}: the wire is {wire_rw.dtype}, it takes torch.uint8")
-    expected = (rows, wire_format.wire_bytes(m))
+    try:
+        expected = (rows, wire_format.wire_bytes(m))
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from error
     if tuple(wire_rw.shape) != expected or not wire_rw.is_contiguous():
         raise ValueError(
             f"{op}: {rows} rows of {m} values in {wire_format.name} need a contiguous wire of {expected}, it is "

@@ -16,6 +16,7 @@ from parallel.compression import gather, hops
 from parallel.compression.codecs import Codec, codec_of
 from parallel.compression.feedback import INT8_BLOCK
 from parallel.compression.lanes import Lanes
+from parallel.compression.low_rank import LowRankReduction
 from parallel.compression.options import CompressionOptions
 from parallel.compression.reduction import Reduction, Span
 from parallel.mesh import Axis, Mesh
@@ -76,8 +77,6 @@ class Compression:
         there, back = self._wires[axis.name]
         reduction: Reduction
         if self._codec is None:
-            from parallel.compression.low_rank import LowRankReduction
-
             reduction = LowRankReduction(buffer_n, spans, (there[0], back[0]), self.options)
         elif self._by_gather:
             reduction = gather.GatherReduction(buffer_n, spans, there[0], self._codec, self.options)
