@@ -92,6 +92,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--data-path", help="prefix of token files of at most 1,024 ids; by default Python's library")
     parser.add_argument("--results", type=Path, help="directory that keeps what is done, so that a second call goes on")
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--mtp", type=int, default=1, help="depths of multi-token prediction")
     parser.add_argument("--steps", type=int, default=300, help="of each run, the first third of them in fp32")
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--micro-batch-size", type=int, default=1)
@@ -104,16 +106,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def flags(run: Run, options: argparse.Namespace, data_path: str) -> dict[str, Any]:
-    """Of the command line, by name."""
+def flags(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """Of the command line, by name, but for what lies in a directory: model and data."""
     tp, pp, ep = run.layout
     chosen: dict[str, Any] = dict(CODECS.get(run.codec, {}))
     if chosen:
         chosen["grad_compression_warmup_steps"] = options.steps // 3
         chosen["grad_compression_residual"] = "fp32" if run.feedback else "none"
     return chosen | {
-        "model": str(ROOT / MODEL),
-        "data_path": [data_path],
         "seed": run.seed,
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -127,6 +127,15 @@ def flags(run: Run, options: argparse.Namespace, data_path: str) -> dict[str, An
         "lr_warmup_iters": options.steps // 10,
         "overlap_grad_reduce": False,  # the exact sum is taken of what isn't summed yet
     }
+
+
+def make_model(directory: Path, options: argparse.Namespace) -> str:
+    """The tiny V3's configuration, as deep as asked for: its file."""
+    config = json.loads((ROOT / MODEL).read_text())
+    config |= {"num_hidden_layers": options.layers, "num_nextn_predict_layers": options.mtp}
+    path = directory / f"tiny_v3_{options.layers}_{options.mtp}.json"
+    path.write_text(json.dumps(config))
+    return str(path)
 
 
 def make_corpus(directory: Path) -> str:
@@ -144,18 +153,18 @@ def make_corpus(directory: Path) -> str:
 
 def train(wanted: Iterable[Run], options: argparse.Namespace, results: Path) -> dict[Run, dict[str, Any]]:
     """What each run found; those that `results` has already aren't made again. See `compression_convergence_rank`."""
-    prefix = options.data_path
     paths = {}
     for run in wanted:
-        # A change of the flags is another run.
-        digest = hashlib.sha256(json.dumps(flags(run, options, ""), sort_keys=True).encode()).hexdigest()[:8]
-        paths[run] = results / f"{re.sub(r'[^a-z0-9]+', '_', f'{run.kind} {run.where} {run.seed}'.lower())}_{digest}.json"
-    missing = [run for run, path in paths.items() if not path.exists()]
-    if missing and prefix is None:
-        prefix = make_corpus(results)
-    for ranks in dict.fromkeys(run.ranks for run in missing):
-        each = [(str(paths[run]), flags(run, options, prefix)) for run in missing if run.ranks == ranks]
-        _run_ranks(ranks, {"points": options.points, "runs": each})
+        what = {"layers": options.layers, "mtp": options.mtp} | flags(run, options)  # another of these is another run
+        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
+        name = re.sub(r"[^a-z0-9]+", "_", f"{run.kind} {run.where} {run.seed}".lower())
+        paths[run] = results / f"{name}_{digest}.json"
+    if missing := [run for run, path in paths.items() if not path.exists()]:
+        results.mkdir(parents=True, exist_ok=True)
+        files = {"model": make_model(results, options), "data_path": [options.data_path or make_corpus(results)]}
+        for ranks in dict.fromkeys(run.ranks for run in missing):
+            each = [(str(paths[run]), flags(run, options) | files) for run in missing if run.ranks == ranks]
+            _run_ranks(ranks, {"points": options.points, "runs": each})
     return {run: json.loads(path.read_text()) for run, path in paths.items()}
 
 
@@ -292,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
     bases = [findings.loss(run) for run in findings.found if run == Run(seed=run.seed)]
     if len(bases) > 1:
         spread = 100 * (max(bases) / min(bases) - 1)
-        print(f"Uncompressed losses of {len(bases)} seeds, which draw other weights and texts, differ by {spread:.2f} %.\n")
+        print(f"Uncompressed losses of {len(bases)} seeds, with other weights and texts, differ by {spread:.2f} %.\n")
     if options.picture is not None:
         draw(findings, options.picture, options.steps // 3)
     checked = findings.judge()

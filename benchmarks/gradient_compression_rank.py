@@ -74,7 +74,9 @@ class Steps:
             one_bucket = 4 * sum(g.numel() for g in self.gradients) / 2**20
             self.run["DDP"] = self._theirs(self.bucket_mb)
             # DDP refuses its own hook on gloo, by its name; gloo sums bf16 all the same.
-            self.run["DDP, bf16 hook"] = self._theirs(self.bucket_mb, lambda _, bucket: bf16_compress_hook(None, bucket))
+            self.run["DDP, bf16 hook"] = self._theirs(
+                self.bucket_mb, lambda _, bucket: bf16_compress_hook(None, bucket)
+            )
             # It sends plain gradients in its first two steps, which are of the warm-up. In one bucket, since it waits
             # for its second message on one of gloo's two threads: with three buckets nobody is left to send.
             state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
@@ -113,9 +115,7 @@ class Steps:
     ) -> Callable[[], None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # unused parameters aren't looked for; some torch warns of it
-            ddp = DistributedDataParallel(
-                _Model(self.gradients), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
-            )
+            ddp = DistributedDataParallel(_Model(self.gradients), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
         if hook is not None:
             ddp.register_comm_hook(state, hook)
 
