@@ -86,6 +86,10 @@ class Compression:
         self._reductions.append((reduction, round(2 * (axis.size - 1) / axis.size * 4 * values)))
         return reduction
 
+    def drop(self, reduction: Reduction) -> None:
+        """Its bucket is gone."""
+        self._reductions = [(kept, plain) for kept, plain in self._reductions if kept is not reduction]
+
     def submit(self, reduction: Reduction) -> Work:
         return self._lanes.submit(reduction.phases)
 

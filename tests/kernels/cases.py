@@ -85,6 +85,27 @@ def differences(case: Case, run: Callable[..., Any], device: str = "cpu") -> lis
     return [f"{case}: {text}" for text in _COMPARE[case.op](case, run, device)]
 
 
+def spoilt(case: Case, run: Callable[..., Any], device: str = "cpu") -> list[str]:
+    """What an encoding op gets wrong where values are NaN or Inf: they are counted, and spoil their block alone."""
+    f = case.wire_format
+    assert f
+    x_rm = draw(case.rows, case.m, f.block)
+    bad_rm = x_rm.clone()
+    bad_rm[0, 5], bad_rm[0, 9], bad_rm[-1, -1] = torch.nan, torch.inf, -torch.inf
+    touched = torch.zeros(case.rows, case.m // f.block, dtype=torch.bool)
+    touched[0, 0] = touched[-1, -1] = True
+    clean = _encode(case, run, device, x_rm.to(device), f, shape=(case.rows, case.m))
+    found = _encode(case, run, device, bad_rm.to(device), f, shape=(case.rows, case.m))
+    decode = sign_unpack_reference if f.name == "sign" else dequantize_reference
+    pairs = [(decode(wire, f, torch.empty_like(x_rm)) for wire in (found[0], clean[0])), (found[1], clean[1])]
+    texts = [] if found[2][2] == 3 else [f"3 values aren't finite, {found[2][2]} were counted"]
+    for what, (a, b) in zip(("decoded", "new residual"), pairs, strict=True):
+        if a is not None and b is not None:
+            blocks = [values.unflatten(1, (-1, f.block))[~touched] for values in (a, b)]
+            texts += _unequal(f"{what} of other blocks", *blocks)
+    return [f"{case}: {text}" for text in texts]
+
+
 def usable(op: str, device: str) -> dict[str, Callable[..., Any]]:
     """Backend -> implementation, of those that `backend.IMPLEMENTATIONS` names and that run here."""
     found = {}
