@@ -140,9 +140,9 @@ def simulate(case: Case) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     blocks = case.ranks // inner
     one_hop = whole or inner == 1
     first = [Shot(case, codec, n) for _ in range(case.ranks)]
-    part = [[Shot(case, codec, n // inner) for _ in range(inner)] for _ in range(blocks)]
-    region = [Shot(case, codec, n // case.ranks) for _ in range(case.ranks)]
-    shots = [*first, *([] if one_hop else [shot for row in part for shot in row]), *([] if whole else region)]
+    part = [[Shot(case, codec, n // inner) for _ in range(inner)] for _ in range(0 if one_hop else blocks)]
+    region = [Shot(case, codec, n // case.ranks) for _ in range(0 if whole else case.ranks)]
+    shots = [*first, *(shot for row in part for shot in row), *region]
 
     def added(wires: list[torch.Tensor], m: int) -> torch.Tensor:
         """In fp32, one after the other."""
