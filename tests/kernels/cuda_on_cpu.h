@@ -1,7 +1,7 @@
 // Runs CUDA kernels on a CPU, so that their logic is tested where there is no GPU: what our kernels use, nothing else.
-// Put before a .cu file by `g++ -include`. A thread block's threads are fibers that run in lockstep from one warp
-// operation or barrier to the next, in turns forwards and backwards, so that a missing barrier shows. Thread blocks run one after the
-// other. Device memory is shared memory, which other processes, the peers, open by its name.
+// Put before a .cu file by `g++ -include`. Threads are fibers, in lockstep from one warp operation to the next; a warp
+// runs as far as the next barrier before another does, first to last and last to first in turn, so that a missing
+// barrier shows. Thread blocks run one after the other. Device memory is shared memory, which peers open by its name.
 #pragma once
 
 #include <fcntl.h>
@@ -96,22 +96,31 @@ const uint64_t* exchange(unsigned mask, T value) {
     return &sent[first];
 }
 
-inline void run_block() {
-    bool forwards = true;
-    for (size_t left = block.fibers.size(); left; forwards = !forwards) {
-        size_t waiting = 0;
-        for (size_t turn = 0; turn < block.fibers.size(); turn++) {
-            block.thread = forwards ? turn : block.fibers.size() - 1 - turn;
+// A warp as far as it comes; whether all of its threads have ended.
+inline bool run_warp(unsigned first, bool forwards) {
+    for (bool more = true; more;) {
+        more = false;
+        for (unsigned turn = 0; turn < 32; turn++) {
+            block.thread = first + (forwards ? turn : 31 - turn);
             Fiber& fiber = block.fibers[block.thread];
-            if (!fiber.done && !fiber.at_barrier) {
-                threadIdx.x = block.thread;
-                swapcontext(&block.scheduler, &fiber.context);
-                left -= fiber.done;
-            }
-            waiting += fiber.at_barrier && !fiber.done;
+            if (fiber.done || fiber.at_barrier) continue;
+            threadIdx.x = block.thread;
+            swapcontext(&block.scheduler, &fiber.context);
+            more = true;
         }
-        if (waiting == left)
-            for (Fiber& fiber : block.fibers) fiber.at_barrier = false;
+    }
+    bool ended = true;
+    for (unsigned thread = first; thread < first + 32; thread++) ended = ended && block.fibers[thread].done;
+    return ended;
+}
+
+inline void run_block() {
+    const unsigned threads = block.fibers.size();
+    for (bool forwards = true, ended = false; !ended; forwards = !forwards) {
+        ended = true;
+        for (unsigned first = 0; first < threads; first += 32)
+            ended = run_warp(forwards ? first : threads - 32 - first, forwards) && ended;
+        for (Fiber& fiber : block.fibers) fiber.at_barrier = false;  // all that go on have come to it
     }
 }
 
