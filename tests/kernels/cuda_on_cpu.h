@@ -91,7 +91,7 @@ const uint64_t* exchange(unsigned mask, T value) {
     const unsigned first = block.thread & ~31u;
     for (unsigned lane = first; lane < first + 32; lane++) {
         const Fiber& other = block.fibers[lane];
-        if (mask != ~0u || other.done || other.exchanges - fiber.exchanges > 1) fail("not all lanes of its warp are here");
+        if (mask != ~0u || other.done || other.exchanges - fiber.exchanges > 1) fail("lanes of its warp are elsewhere");
     }
     return &sent[first];
 }
@@ -191,7 +191,7 @@ constexpr unsigned cudaIpcMemLazyEnablePeerAccess = 1;
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "emulated error"; }
+inline const char* cudaGetErrorString(cudaError_t error) { return error ? "emulated error" : "no error"; }
 
 namespace emulation {
 inline std::map<void*, std::pair<std::string, size_t>> memory;
