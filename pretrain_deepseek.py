@@ -42,6 +42,8 @@ def main() -> None:
         from parallel.launch import destroy, gpu_count, init_distributed
 
         validate(arguments, config, int(os.environ.get("WORLD_SIZE", "1")), gpu_count())
+        if arguments.compression.kernels is not None:
+            os.environ["KERNELS"] = arguments.compression.kernels  # kernels/backend.py reads it
 
         from training.datasets import open_data
 

@@ -23,15 +23,19 @@ BACKENDS = ("auto", "torch", "native", "triton", "cuda")
 in Triton's interpreter (TRITON_INTERPRET=1). cuda: CUDA C++ on a GPU."""
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "quantize": {},
-    "dequantize": {},
-    "sign_pack": {"cuda": "kernels.cuda"},
-    "sign_unpack": {"cuda": "kernels.cuda"},
-    "decode_sum": {"cuda": "kernels.cuda"},
-    "decode_sum_encode": {"cuda": "kernels.cuda"},
-    "select_top": {},
-    "scatter_sum": {},
-    "bucket_pack": {},
+    "quantize": {"native": "kernels.native", "triton": "kernels.triton_ops.quantize"},
+    "dequantize": {"native": "kernels.native", "triton": "kernels.triton_ops.quantize"},
+    "sign_pack": {"cuda": "kernels.cuda", "native": "kernels.native", "triton": "kernels.triton_ops.sign_pack"},
+    "sign_unpack": {"cuda": "kernels.cuda", "native": "kernels.native", "triton": "kernels.triton_ops.sign_pack"},
+    "decode_sum": {"cuda": "kernels.cuda", "native": "kernels.native", "triton": "kernels.triton_ops.decode_sum"},
+    "decode_sum_encode": {
+        "cuda": "kernels.cuda",
+        "native": "kernels.native",
+        "triton": "kernels.triton_ops.decode_sum",
+    },
+    "select_top": {"native": "kernels.native", "triton": "kernels.triton_ops.select_top"},
+    "scatter_sum": {"native": "kernels.native", "triton": "kernels.triton_ops.select_top"},
+    "bucket_pack": {"native": "kernels.native", "triton": "kernels.triton_ops.bucket_pack"},
 }
 """Op -> backend -> the module with a function of the op's name and arguments, best first. The reference is in the op's
 own file."""

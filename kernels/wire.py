@@ -80,7 +80,10 @@ class WireFormat:
         Scales are empty for bf16, the mask for all but sign.
         """
         scales, mask, codes = self.sections(m)
-        scales_rn = wire_rw[:, : m // self.block * 4 if scales else 0].view(torch.float32)
+        if scales:
+            scales_rn = wire_rw[:, : m // self.block * 4].view(torch.float32)
+        else:  # not a view, which an empty row's stride may forbid
+            scales_rn = wire_rw.new_empty((wire_rw.shape[0], 0), dtype=torch.float32)
         mask_rn = wire_rw[:, scales : scales + (m // (8 * WORD) if mask else 0)]
         codes_rn = wire_rw[:, scales + mask : scales + mask + m * self.bits // 8]
         return scales_rn, mask_rn, codes_rn
@@ -90,7 +93,10 @@ def check_wire(op: str, wire_format: WireFormat, wire_rw: torch.Tensor, rows: in
     """Raise TypeError or ValueError, naming the op, unless this is a contiguous wire, uint8 [rows, wire_bytes(m)]."""
     if wire_rw.dtype != torch.uint8:
         raise TypeError(f"{op}: the wire is {wire_rw.dtype}, it takes torch.uint8")
-    expected = (rows, wire_format.wire_bytes(m))
+    try:
+        expected = (rows, wire_format.wire_bytes(m))
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from error
     if tuple(wire_rw.shape) != expected or not wire_rw.is_contiguous():
         raise ValueError(
             f"{op}: {rows} rows of {m} values in {wire_format.name} need a contiguous wire of {expected}, it is "

@@ -42,7 +42,7 @@ class Router(nn.Module):
         self.layer = layer
         experts = config.n_routed_experts
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
-        self.weight.sharding = Sharding(sequence_fed=True)  # type: ignore[attr-defined]
+        self.weight.sharding = Sharding(sequence_fed=True, role="router")  # type: ignore[attr-defined]
         self.register_buffer("load_e", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros(1, dtype=torch.int64), persistent=False)
         if config.has_router_bias:
@@ -136,21 +136,26 @@ def routers(stages: Iterable[nn.Module]) -> list[Router]:
 
 
 @torch.no_grad()
-def update_router_bias(gates: list[Router], mesh: Mesh, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """b += rate · sign(mean load − load) over the global batch (2408.15664).
+def sum_counts(gates: list[Router], mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch's loads, int64 [routers, e], and how many of these choices were dropped, int64 [routers].
 
-    Call once after each optimizer step on every rank of the stage: the counts are summed over it by one message.
-    Returns the loads, int64 [routers, e], and how many of these choices were dropped, int64 [routers]. Routers without
-    a bias (V2) are only counted.
+    Call once a step on every rank of the stage: the counts are summed over it by one message.
     """
     if not gates:
         empty = torch.zeros((0, 0), dtype=torch.int64, device=mesh.device)
         return empty, empty.sum(-1)
     counts = torch.stack([torch.cat([gate.load_e, gate.dropped]) for gate in gates])
     all_reduce_(counts, mesh.stage)
-    loads, dropped = counts[:, :-1], counts[:, -1]
+    return counts[:, :-1], counts[:, -1]
+
+
+@torch.no_grad()
+def update_router_bias(gates: list[Router], loads: torch.Tensor, rate: float) -> None:
+    """b += rate · sign(mean load − load) over the global batch (2408.15664), whose loads `sum_counts` gives.
+
+    Call once after each optimizer step on every rank of the stage. Routers without a bias (V2) stay as they are.
+    """
     for gate, load_e in zip(gates, loads, strict=True):
         if gate.config.has_router_bias:
             load = load_e.float()
             gate.e_score_correction_bias += rate * (load.mean() - load).sign()
-    return loads, dropped

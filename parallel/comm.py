@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from parallel.mesh import Axis
 
+GradBucket = dist.GradBucket
+"""What torch's DDP hands to a communication hook."""
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -111,6 +113,29 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     _all_to_all(received, x.contiguous(), axis)
     return received
+
+
+def start_all_to_all(received: torch.Tensor, sent: torch.Tensor, axis: Axis) -> Work:
+    """Row i of `sent` goes to the axis's rank i; row i of `received` comes from it: both [size, ...]. Asynchronous.
+
+    Neither may be touched before the work's `wait()`.
+    """
+    assert axis.group is not None, "nobody to send to"
+    axis.ledger.add(axis.name, "all_to_all", _bytes(sent) * (axis.size - 1) / axis.size)
+    return dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
+
+
+def start_all_gather(gathered: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
+    """Row i of `gathered`, [size, ...], becomes the `x`, [...], of the axis's rank i. Asynchronous.
+
+    Neither may be touched before the work's `wait()`.
+    """
+    assert axis.group is not None, "nobody to send to"
+    axis.ledger.add(axis.name, "all_gather", _bytes(x) * (axis.size - 1))
+    if _exchange_is_faster(axis):
+        sent = x.expand_as(gathered).contiguous()
+        return dist.all_to_all_single(gathered, sent, group=axis.group, async_op=True)
+    return _gather_into(gathered, x, group=axis.group, async_op=True)
 
 
 def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> None:

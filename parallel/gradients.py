@@ -1,24 +1,26 @@
 """Gradients: accumulated in fp32 over micro-batches, summed over replicas in buckets, while backward still runs.
 
 Lives here: the reducer, the true global norm, clipping. Imports `parallel` only. Sums only, never means: the loss is
-already divided by the global batch's token count. Buckets in reverse parameter order as in PyTorch DDP (2006.15704).
+already divided by the global batch's token count. What is compressed is compressed once a step, on these sums.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 
-from parallel.comm import Work, all_reduce_
+from parallel.buckets import Bucket, cut
+from parallel.comm import all_reduce_
+from parallel.compression.compression import Compression, CompressionStatistics
+from parallel.compression.options import CompressionOptions
 from parallel.mesh import Axis, Mesh
-from parallel.sharding import sharding_of, valid_part
+from parallel.sharding import sharding_of
 from parallel.sync_watch import SyncWatch
 from parallel.weight_gradient import adds_its_gradient
 
@@ -34,25 +36,6 @@ def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     return rows.square().sum() + torch.linalg.vector_norm(flat[body:]).double().square()
 
 
-def cut(sizes: Sequence[int], cap: float) -> list[tuple[int, int]]:
-    """(start, stop) of consecutive buckets over sizes: each is full, as DDP's is, once it holds `cap`.
-
-    Where there is more than one bucket, the end, which backward completes last, becomes one that is full at cap / 4:
-    nothing is left to compute while the last bucket travels.
-    """
-    tail, left = len(sizes), cap / 4 if sum(sizes) > cap else 0.0
-    while left > 0 and tail > 0:
-        tail -= 1
-        left -= sizes[tail]
-    bounds, held = [0], 0
-    for i, size in enumerate(sizes[:tail], start=1):
-        held += size
-        if held >= cap:
-            bounds.append(i)
-            held = 0
-    return list(itertools.pairwise(dict.fromkeys([*bounds, tail, len(sizes)])))
-
-
 def _call(method: weakref.WeakMethod[Callable[[nn.Parameter], None]], parameter: nn.Parameter) -> None:
     """A hook that doesn't keep its reducer: autograd's hooks aren't seen by Python's collector of cycles.
 
@@ -61,49 +44,6 @@ def _call(method: weakref.WeakMethod[Callable[[nn.Parameter], None]], parameter:
     bound = method()
     if bound is not None:
         bound(parameter)
-
-
-class Bucket:
-    """Parameters whose gradients are summed over one axis in one message: a flat fp32 buffer, and who is missing."""
-
-    def __init__(self, axis: Axis, parameters: list[nn.Parameter]):
-        self.axis = axis
-        self.parameters = parameters
-        self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device)
-        self.missing: dict[nn.Parameter, int] = {}
-        """How many backward passes outside `no_sync` each parameter still waits for in this step."""
-        self.launched = False
-        self.work: Work | None = None
-        offset = 0
-        for parameter in parameters:
-            view = self.buffer[offset : offset + parameter.numel()].view(parameter.shape)
-            parameter.main_grad = view  # type: ignore[attr-defined]
-            offset += parameter.numel()
-        self.rearm()
-
-    def launch(self) -> None:
-        self.launched = True
-        self.work = all_reduce_(self.buffer, self.axis, async_op=True)
-
-    def counted(self, mesh: Mesh) -> list[torch.Tensor]:
-        """What this rank counts of the buffer in the norm: neighbours as one view, copies and padding left out."""
-        parts, start, end = [], 0, 0
-        for parameter in self.parameters:
-            sharding = sharding_of(parameter)
-            valid = valid_part(parameter.main_grad, sharding, mesh)  # type: ignore[attr-defined]
-            whole = sharding.owned(mesh) and valid.shape == parameter.shape
-            if not whole:
-                parts.append(self.buffer[start:end])
-                if sharding.owned(mesh):
-                    parts.append(valid)
-            end += parameter.numel()
-            start = start if whole else end
-        return [part for part in (*parts, self.buffer[start:end]) if part.numel()]
-
-    def rearm(self) -> None:
-        """Ready for the next step."""
-        self.work, self.launched = None, False
-        self.missing = dict.fromkeys(self.parameters, 1)
 
 
 class _ExposedTime:
@@ -144,6 +84,9 @@ class GradientReducer:
     outside, in any order, after `expect()` has told how many they are. Ranks may take different numbers of
     micro-batches; all must call `finish()`. patience: seconds after which waiting ranks
     name those that stay in `no_sync()` instead (see `SyncWatch`).
+
+    compression: how buckets are compressed that its rules cover. A step then ends with `commit()`, or with `discard()`
+    where the optimizer skips it, as it must where the norm isn't finite.
     """
 
     def __init__(
@@ -153,9 +96,14 @@ class GradientReducer:
         bucket_cap_mb: float = 25.0,
         overlap: bool = True,
         patience: float = 60.0,
+        compression: CompressionOptions | None = None,
     ):
         self.mesh = mesh
         self.overlap = overlap
+        self.compressing = compression is not None
+        """Whether buckets are compressed from the next step on: False during a warm-up."""
+        self._compressed = False  # whether a bucket was, in this step
+        self.compression = None if compression is None else Compression(compression, mesh)
         self.named = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.buckets = self._fill_buckets(bucket_cap_mb)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
@@ -191,6 +139,7 @@ class GradientReducer:
 
     def zero(self) -> None:
         """Start a step: all main gradients 0."""
+        self._compressed = False
         for bucket in self.buckets:
             bucket.buffer.zero_()
         for parameter in self.parameters:
@@ -225,7 +174,7 @@ class GradientReducer:
         Raises RuntimeError, naming them, where ranks stay in `no_sync()` beyond the patience.
         """
         for bucket in self.buckets[self._next :]:
-            bucket.launch()
+            self._launch(bucket)
         self._exposed.start()
         self._watch.wait([(bucket.work, bucket.axis) for bucket in self.buckets])
         copies = [(all_reduce_(p.main_grad, axis, async_op=True), axis) for p, axis in self._copies]  # type: ignore[attr-defined]
@@ -247,13 +196,39 @@ class GradientReducer:
     def norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradient, the same fp32 scalar on every rank. Call after `finish`. Collective.
 
-        Every parameter counts once, whatever holds copies of it; padding rows don't count.
+        Every parameter counts once, whatever holds copies of it; padding rows don't count. NaN where a rank's own
+        gradient wasn't finite before it was compressed: codes may swallow that, so such values are counted and summed.
         """
-        square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for part in self._counted:
-            square += _sum_of_squares(part)
-        all_reduce_(square, self.mesh.world)
-        return square.sqrt().float()
+            totals[0] += _sum_of_squares(part)
+        if self.compression is not None and self._compressed:
+            totals[1] = self.compression.not_finite()
+        all_reduce_(totals, self.mesh.world)
+        square, not_finite = totals
+        return torch.where(not_finite > 0, torch.nan, square.sqrt()).float()
+
+    def commit(self) -> None:
+        """The optimizer took this step: what compression left over of it comes with the next one."""
+        if self.compression is not None:
+            self.compression.commit()
+
+    def discard(self) -> None:
+        """The optimizer skipped this step: nothing of it is left over."""
+        if self.compression is not None:
+            self.compression.discard()
+
+    def compression_statistics(self) -> CompressionStatistics | None:
+        """What compression did on this rank in the last step; None where it didn't compress."""
+        return self.compression.statistics() if self.compression is not None and self._compressed else None
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What compression keeps from step to step on this rank, by name: for a checkpoint. Views."""
+        return {} if self.compression is None else self.compression.kept()
+
+    def load_residuals(self, saved: Mapping[str, torch.Tensor]) -> list[str]:
+        """Fill `residuals()` from a checkpoint of the same layout; the names that didn't fit, which are zero now."""
+        return [] if self.compression is None else self.compression.load(saved)
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply every main gradient, in place."""
@@ -276,20 +251,25 @@ class GradientReducer:
         Buckets come in the order in which backward completes them: since each waits for those before it (see
         `_on_gradient`), another order would hold complete ones back.
         """
-        backward_order = [parameter for _, parameter in reversed(self.named)]
-        axes: dict[tuple[int, ...], tuple[Axis, list[nn.Parameter]]] = {}  # axes of the same ranks share buckets
-        for parameter in backward_order:
+        backward_order = list(reversed(self.named))
+        groups: dict[tuple[tuple[int, ...], bool], tuple[Axis, list[tuple[str, nn.Parameter]]]] = {}
+        for name, parameter in backward_order:
             axis = sharding_of(parameter).gradient_axis(self.mesh)
-            # Of the same ranks: counted under one name, whatever parameter comes first.
+            # Axes of the same ranks share buckets, counted under one name, whatever parameter comes first.
             axis = next((same for same in (self.mesh.dp_cp, self.mesh.stage) if same.ranks == axis.ranks), axis)
-            axes.setdefault(axis.ranks, (axis, []))[1].append(parameter)
-        place = {parameter: i for i, parameter in enumerate(backward_order)}
+            compressed = self.compression is not None and self.compression.covers(parameter, axis)
+            groups.setdefault((axis.ranks, compressed), (axis, []))[1].append((name, parameter))
+        place = {parameter: i for i, (_, parameter) in enumerate(backward_order)}
         buckets = [
-            Bucket(axis, parameters[start:stop])
-            for axis, parameters in axes.values()
-            for start, stop in cut([p.numel() for p in parameters], cap_mb * 2**20 / 4)
+            Bucket(axis, named[start:stop], self.compression if compressed else None)
+            for (_, compressed), (axis, named) in groups.items()
+            for start, stop in cut([p.numel() for _, p in named], cap_mb * 2**20 / 4)
         ]
         return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launch(self.compressing)
+        self._compressed |= self.compressing and bucket.reduction is not None
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Autograd's hook, for parameters whose layer doesn't add their gradient itself."""
@@ -314,7 +294,7 @@ class GradientReducer:
             bucket.missing[parameter] = left
         # Every replica must launch in the same order, so a bucket waits for those before it even when it is ready.
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            self.buckets[self._next].launch()
+            self._launch(self.buckets[self._next])
             self._next += 1
 
     def _name(self, parameter: nn.Parameter) -> str:

@@ -5,6 +5,7 @@ Lives here: counting only. Imports nothing of this project. `comm` writes, tests
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -22,11 +23,13 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entries: defaultdict[tuple[str, str], Entry] = defaultdict(Entry)
+        self._lock = threading.Lock()  # compressed gradients are sent from threads of their own
 
     def add(self, axis: str, operation: str, sent_bytes: float) -> None:
-        entry = self.entries[(axis, operation)]
-        entry.calls += 1
-        entry.bytes += round(sent_bytes)
+        with self._lock:
+            entry = self.entries[(axis, operation)]
+            entry.calls += 1
+            entry.bytes += round(sent_bytes)
 
     def calls(self, axis: str | None = None) -> int:
         """Calls on one axis, or on all."""

@@ -31,6 +31,7 @@ class Sharding:
     over tp.
     expert: belongs to routed experts (not tensor-split; gradients sum over edp).
     pipeline_ranks: pipeline ranks that hold a copy, when there is more than one (embedding and head under MTP).
+    role: what the parameter is where that matters for how its gradient may travel; "" for what is like any other.
     """
 
     split_dim: int | None = None
@@ -39,6 +40,7 @@ class Sharding:
     sequence_fed: bool = False
     expert: bool = False
     pipeline_ranks: tuple[int, ...] = ()
+    role: Literal["", "embedding", "router", "head"] = ""
 
     def axis_of(self, mesh: Mesh) -> Axis | None:
         """The axis the parameter is split over, None when it is whole."""

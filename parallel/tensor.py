@@ -104,7 +104,8 @@ class VocabularyParallelEmbedding(nn.Module):
         self.vocab_size = vocab_size
         rows = -(-vocab_size // mesh.tp.size)
         self.valid = shard_slice(vocab_size, mesh.tp.size, mesh.tp.rank)
-        self.weight = _parameter((rows, hidden), Sharding(0, "tp", vocab_size, pipeline_ranks=pipeline_ranks))
+        sharding = Sharding(0, "tp", vocab_size, pipeline_ranks=pipeline_ranks, role="embedding")
+        self.weight = _parameter((rows, hidden), sharding)
 
     def forward(self, tokens_bs: torch.Tensor) -> torch.Tensor:
         ids_sb = tokens_bs.t()
@@ -129,7 +130,8 @@ class VocabularyParallelHead(nn.Module):
         self.tp = mesh.tp
         rows = -(-vocab_size // mesh.tp.size)
         self.valid = shard_slice(vocab_size, mesh.tp.size, mesh.tp.rank)
-        self.weight = _parameter((rows, hidden), Sharding(0, "tp", vocab_size, pipeline_ranks=pipeline_ranks))
+        sharding = Sharding(0, "tp", vocab_size, pipeline_ranks=pipeline_ranks, role="head")
+        self.weight = _parameter((rows, hidden), sharding)
 
     def forward(self, x_sbh: torch.Tensor) -> torch.Tensor:
         x_sbh = gather_sequence(x_sbh, self.tp)

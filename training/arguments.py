@@ -41,6 +41,9 @@ DEEPSEEK = "deepseek"
 DEEPSEEK_RECOMPUTES = ("mla_up_proj", "layernorm", "mlp_act", "moe_act")
 """What DeepSeek-V3 recomputed (2412.19437, sections 3.2.3 and 3.3): RMSNorm, MLA's up-projections, SwiGLU."""
 
+GradCompression = Literal["none", "bf16", "fp8", "int8", "int4", "1bit", "topk", "powersgd"]
+Kernels = Literal["auto", "torch", "native", "triton", "cuda"]
+
 T = TypeVar("T")
 Unset = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
 """A flag that has no value until one is given: its help says what happens then, not "default: None"."""
@@ -256,6 +259,35 @@ class DistributedArguments:
 
 
 @dataclass(frozen=True)
+class CompressionArguments:
+    """Gradients that travel in fewer bytes than fp32; docs/compression.md says which codec when."""
+
+    grad_compression: GradCompression = "none"
+    """Code in which gradients travel where they are summed over replicas; the sums are fp32."""
+    grad_compression_warmup_steps: int = 0
+    """First steps of the run whose gradients travel in fp32."""
+    grad_compression_block_size: Unset[int] = None
+    """Values that share a scale, a power of two from 32 (1bit: 256) to 4096; by default 256, 1bit 1024."""
+    grad_compression_residual: Unset[Literal["none", "fp32", "bf16", "int8"]] = None
+    """Error feedback: in what the part that the code didn't carry is kept for the next step; by default the codec's."""
+    grad_compression_decay: Unset[float] = None
+    """Factor on the residual before it is added to the next step's gradient; by default 1."""
+    grad_compression_density: Unset[float] = None
+    """For topk: share of the values that travel; by default 0.01."""
+    grad_compression_topk_transport: Unset[Literal["region", "gather"]] = None
+    """For topk: each rank sums a region of the gradient (default), or every rank gets everybody's entries."""
+    grad_compression_rank: Unset[int] = None
+    """For powersgd: rank r of the two factors that travel instead of a matrix; by default 8."""
+    grad_compression_inner_size: Unset[int] = None
+    """Consecutive replicas, such as those of a node, that sum among themselves first: only a part of their bytes then
+    leaves the group. For bf16, fp8, int8, int4; by default 1, which is one hop over all."""
+    grad_compression_exclude: tuple[str, ...] = ("vector", "router", "embedding")
+    """What travels in fp32 all the same: of vector (one dimension), router, embedding, head."""
+    kernels: Unset[Kernels] = None
+    """Implementation of the codecs: PyTorch, C, Triton or CUDA C++; by default $KERNELS, else the fastest there is."""
+
+
+@dataclass(frozen=True)
 class Arguments:
     """All flags of a run, by group: `arguments.optimizer.lr` is `--lr`."""
 
@@ -268,6 +300,7 @@ class Arguments:
     checkpoint: CheckpointArguments = field(default_factory=CheckpointArguments)
     logging: LoggingArguments = field(default_factory=LoggingArguments)
     distributed: DistributedArguments = field(default_factory=DistributedArguments)
+    compression: CompressionArguments = field(default_factory=CompressionArguments)
 
     def flat(self) -> dict[str, Any]:
         """Every flag's value under its name, in the order of `--help`."""

@@ -24,6 +24,7 @@ from model.config import DeepSeekConfig
 from parallel.comm import barrier, gather_objects
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import Sharding, sharding_of, valid_part
+from training import residuals
 from training.engine import Engine
 from training.failures import ConfigurationError
 
@@ -61,8 +62,8 @@ def save(engine: Engine, directory: Path, position: Position, arguments_yaml: st
     """Write `directory`/step_… . Collective. An interrupted save leaves no step_ directory; an earlier one stays whole.
 
     Stored: fp32 masters, optimizer moments, router biases, the step and samples consumed, the model's configuration,
-    the flags. Training draws no random numbers after initialisation, so no generator's state is needed to go on bit
-    for bit.
+    the flags; where gradients are compressed, each rank's residuals (see `residuals`). Training draws no random numbers
+    after initialisation, so no generator's state is needed to go on bit for bit.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -75,6 +76,9 @@ def save(engine: Engine, directory: Path, position: Position, arguments_yaml: st
     barrier(mesh.world)
     with _quiet():
         dcp.save(_state(engine), checkpoint_id=partial, no_dist=mesh.world_size == 1)
+    if engine.reducer.compression is not None:
+        residuals.save(engine.reducer, engine.arguments.distributed.bucket_cap_mb, partial)
+        barrier(mesh.world)  # all are on disk before the rename
     if mesh.world.is_first:
         meta = {
             "format": FORMAT,
@@ -126,6 +130,8 @@ def load(engine: Engine, path: Path) -> Position:
 
         dcp.load(_state(engine), checkpoint_id=path, no_dist=engine.mesh.world_size == 1)
     engine.optimizer.refresh_parameters()
+    engine.steps_done = meta["step"]
+    residuals.load(engine.reducer, engine.arguments.distributed.bucket_cap_mb, path)
     return Position(meta["step"], meta["consumed_samples"])
 
 

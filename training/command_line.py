@@ -22,7 +22,7 @@ from typing import Any
 import tyro
 import yaml
 
-from training.arguments import GROUP_OF, Arguments, numbers_from_text
+from training.arguments import GROUP_OF, Arguments, Kernels, numbers_from_text
 from training.failures import ConfigurationError
 from training.megatron import EXACT, instead_of, nearly
 
@@ -49,6 +49,11 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None =
         if backend not in ("nccl", "gloo"):
             raise ConfigurationError(f"TORCH_DISTRIBUTED_BACKEND is {backend!r}: set nccl or gloo, or unset it")
         arguments = arguments.replace(distributed_backend=backend)
+    kernels = environ.get("KERNELS")
+    if kernels and arguments.compression.kernels is None:
+        if kernels not in typing.get_args(Kernels):
+            raise ConfigurationError(f"KERNELS is {kernels!r}: set {', '.join(typing.get_args(Kernels))}, or unset it")
+        arguments = arguments.replace(kernels=kernels)
     return arguments
 
 

@@ -6,6 +6,7 @@ import the rooms below. `trainer.py` is the loop around it; tests drive it direc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from model.config import DeepSeekConfig
 from model.deepseek import build_stages
 from model.microbatch import MicroBatch, set_denominators
 from model.options import ModelOptions
-from model.router import routers, update_router_bias
+from model.router import routers, sum_counts, update_router_bias
 from parallel.comm import all_reduce_, barrier
 from parallel.gradients import GradientReducer
 from parallel.mesh import Mesh
 from parallel.pipeline.runtime import PipelineRuntime
 from parallel.pipeline.schedule import Schedule
 from training.arguments import Arguments
+from training.compression import compression_options
 from training.optimizer import Optimizer
 from training.pipeline import layers_of_stages, placement_asked, schedule_of
 
@@ -34,6 +36,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class StepResult:
     """What one step did, the same on every rank.
+
+    taken: False where a loss or the gradient's norm wasn't finite: parameters, optimizer, router biases and what
+    compression keeps are then as they were before the step.
 
     losses: by name: "lm" (mean nats a token over the global batch), "mtp_1", …, "aux"; grad_norm: before clipping;
     tokens: that counted in the loss; expert_loads: int64 [MoE layers of the model, experts], choices of the global
@@ -47,6 +52,7 @@ class StepResult:
     expert_loads: torch.Tensor
     dropped: torch.Tensor
     sent_bytes: dict[str, int]
+    taken: bool = True
 
     @property
     def dropped_share(self) -> float:
@@ -108,7 +114,10 @@ class Engine:
             arguments.distributed.overlap_grad_reduce,
             # The runtime never enters no_sync: only just before the group's timeout is a late rank a fault.
             patience=0.9 * 60 * arguments.distributed.distributed_timeout_minutes,
+            compression=compression_options(arguments.compression),
         )
+        self.steps_done = 0
+        """Steps of the run so far, those before a checkpoint was loaded included; not all of them were taken."""
         self.optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
         self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished)
         self.routers = routers(self.stages.values())
@@ -130,7 +139,7 @@ class Engine:
             yield from ((name, buffer) for name, buffer in stage.named_buffers() if name in persistent)
 
     def train_step(self, microbatches: Sequence[MicroBatch], lr: float) -> StepResult:
-        """Forward, backward, reduce, clip, update. Collective.
+        """Forward, backward, reduce, clip, update where everything is finite. Collective.
 
         microbatches: this dp rank's part of the global batch, the same on its tp, cp and pp ranks; lr: for this step.
         """
@@ -138,18 +147,27 @@ class Engine:
         self.forward_backward(microbatches)
         with _naming("the norm of the gradient"):
             norm = self.reducer.clip(self.arguments.optimizer.clip_grad)
-        self.optimizer.step(lr)
-        counts = self._of_all_layers(
-            *update_router_bias(self.routers, self.mesh, self.arguments.model.router_bias_update_rate)
-        )
+        loads, dropped = sum_counts(self.routers, self.mesh)
+        counts = self._of_all_layers(loads, dropped)
         sent = {axis: now - before[axis] for axis, now in self.mesh.sent_bytes().items()}
         losses, sent = self._reported(microbatches, sent)
-        return StepResult(losses, norm.item(), self._tokens(microbatches), counts[:, :-1], counts[:, -1], sent)
+        # What isn't finite must reach neither a parameter nor what is kept for the next step. All ranks see the same.
+        taken = all(map(math.isfinite, (norm.item(), *losses.values())))
+        if taken:
+            self.optimizer.step(lr)
+            update_router_bias(self.routers, loads, self.arguments.model.router_bias_update_rate)
+            self.reducer.commit()
+        else:
+            self.reducer.discard()
+        self.steps_done += 1
+        tokens = self._tokens(microbatches)
+        return StepResult(losses, norm.item(), tokens, counts[:, :-1], counts[:, -1], sent, taken)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch]) -> None:
         """The gradient of the global batch's loss in every `main_grad`, summed over all replicas. Collective."""
         for stage in self.stages.values():
             stage.train()
+        self.reducer.compressing = self.steps_done >= self.arguments.compression.grad_compression_warmup_steps
         self.reducer.zero()
         for router in self.routers:
             router.reset_counts()

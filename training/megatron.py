@@ -164,7 +164,7 @@ _LINES = {
         "not there yet: --precision has fp32 and bf16"
     ),
     "grad-reduce-in-bf16 ddp-reduce-scatter-with-fp32-accumulation": (
-        "not there yet: gradients travel in fp32; --bucket-cap-mb and --overlap-grad-reduce set how"
+        "use --grad-compression bf16: gradients travel in bf16 and are summed in fp32"
     ),
     "use-precision-aware-optimizer exp-avg-dtype exp-avg-sq-dtype": "not there yet: optimizer states are fp32",
     "num-layers-per-virtual-pipeline-stage": (

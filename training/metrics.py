@@ -76,6 +76,12 @@ _TAGS = {
     "mfu": "2_speed/mfu",
     "peak_memory_gib": "3_fit/memory_peak_gib",
     "memory_share": "3_fit/memory_share",
+    "grad_sent_bytes": "3_wire/bytes_of_gradients",
+    "grad_compression_ratio": "3_wire/times_fewer_than_fp32",
+    "grad_compression_error": "3_wire/error_of_the_code",
+    "grad_encode_seconds": "3_wire/seconds_encoding",
+    "grad_wire_seconds": "3_wire/seconds_on_the_wire",
+    "grad_decode_seconds": "3_wire/seconds_decoding",
     "lr": "4_detail/learning_rate",
     "mtp_loss": "4_detail/loss_of_mtp",
     "aux_loss": "4_detail/loss_of_balance",
@@ -102,6 +108,11 @@ _CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "does it fit": {
         "peak memory of the fullest rank, GiB": ("peak_memory_gib",),
         "share of the memory there is": ("memory_share",),
+    },
+    "does compression pay": {
+        "bytes of gradients that rank 0 sends": ("grad_sent_bytes",),
+        "error of the code, a share of what was encoded": ("grad_compression_error",),
+        "seconds encoding, on the wire, decoding": ("grad_encode_seconds", "grad_wire_seconds", "grad_decode_seconds"),
     },
 }
 """Charts of TensorBoard's page "Custom Scalars": question -> title -> names of a record that share the chart."""
@@ -147,7 +158,7 @@ class TensorBoard:
 
 def _charts(record: Record) -> dict[str, dict[str, list[Any]]]:
     """The layout of Custom Scalars without charts that would stay empty: none of their names is in the first record."""
-    return {
+    layout = {
         question: {
             title: ["Multiline", [f"^{_TAGS[name]}$" for name in names]]
             for title, names in charts.items()
@@ -155,6 +166,7 @@ def _charts(record: Record) -> dict[str, dict[str, list[Any]]]:
         }
         for question, charts in _CHARTS.items()
     }
+    return {question: charts for question, charts in layout.items() if charts}
 
 
 # Dense bf16 TFLOP/s, from NVIDIA's data sheets. A name is matched word by word; the first row that fits counts.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,16 @@ from model.microbatch import MicroBatch
 from parallel.comm import all_reduce_, gather_objects
 from parallel.mesh import Mesh
 from training import checkpoint
-from training.advice import CommunicationWatch, Reduction
+from training.advice import CommunicationWatch, CompressionWatch, Reduction
 from training.arguments import Arguments
 from training.command_line import to_yaml
+from training.compression import (
+    choose_kernels,
+    compression_options,
+    exchange_of,
+    record_of,
+    what_is_compressed,
+)
 from training.datasets import RunData, bigram_loss
 from training.engine import Engine, StepResult
 from training.failures import ConfigurationError
@@ -36,6 +42,7 @@ from training.pipeline_profile import PipelineProfile
 from training.progress import Progress
 from training.run_directory import Start
 from training.schedule import LearningRateSchedule, lr_at
+from training.validate_compression import compression_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +66,8 @@ class Trainer:
         self.directory, self.logs = start.directory, logs
         self.writes = mesh.world.is_first
         self.schedule = LearningRateSchedule.from_arguments(arguments)
+        if options := compression_options(arguments.compression):
+            choose_kernels(options, mesh.device)
         self.engine = Engine(config, arguments, mesh)
         self.done = self._load(start)
         self.train_batches, self.validation = self._batches()
@@ -71,6 +80,8 @@ class Trainer:
             flops_per_token(config, training.seq_length), mesh.world_size, mesh.device, arguments.logging.peak_tflops
         )
         self.communication = self._communication_watch()
+        codec = arguments.compression.grad_compression
+        self.compression = CompressionWatch(codec) if self.writes and codec != "none" else None
         self.profile: PipelineProfile | None = None
         if arguments.logging.profile_pipeline:
             self.profile = PipelineProfile(
@@ -124,14 +135,19 @@ class Trainer:
         training = self.arguments.training
         self.done = checkpoint.Position(step, self.train_batches.consumed_samples)
         loss = result.losses["lm"]
-        if not (math.isfinite(loss) and math.isfinite(result.grad_norm)):
+        if not result.taken:
+            losses = ", ".join(f"{name} {x}" for name, x in result.losses.items())
             raise RuntimeError(
-                f"step {step}: loss {loss}, gradient norm {result.grad_norm}: the parameters are unusable now; resume "
-                f"from {checkpoint.newest(self.directory.checkpoints) or 'the start'} with a lower --lr than {lr:.3g}"
+                f"step {step}: losses {losses}, gradient norm {result.grad_norm}: the step was not taken, parameters "
+                "and optimizer are as they were before it; resume from "
+                f"{checkpoint.newest(self.directory.checkpoints) or 'the start'} with a lower --lr than {lr:.3g}"
             )
         tokens = training.global_batch_size * training.seq_length
         exposed, measured = self.engine.reducer.exposed_seconds, self.meter.stop(tokens)
         if self.communication and (said := self.communication.step(exposed, measured["step_seconds"])):
+            logger.warning("%s", said)
+        exchange = exchange_of(self.engine.reducer) if self.compression else None
+        if self.compression and exchange and (said := self.compression.step(exchange)):
             logger.warning("%s", said)
         mtp = [value for name, value in result.losses.items() if name.startswith("mtp")]
         balance = self.engine.balance
@@ -148,6 +164,7 @@ class Trainer:
             **self._worst(measured),
             **({"expert_max_violation": max(result.max_violations)} if self.engine.moe_layers else {}),
             **({"expert_dropped_share": result.dropped_share} if balance.capacity_factor is not None else {}),
+            **record_of(self.engine.reducer),
             "sent_bytes": result.sent_bytes,
         }
         return record, result
@@ -257,6 +274,10 @@ class Trainer:
         )
         if layout.pp > 1:
             logger.info("%s", self._stages_in_words())
+        if said := what_is_compressed(self.engine.reducer):
+            logger.info("%s", said)
+        for warning in compression_warnings(self.arguments, self.mesh.world_size) if self.writes else ():
+            logger.warning("%s", warning)
         logger.info("torch %s, pipeline layers %s", torch.__version__, self._layers_here(), extra={"terminal": False})
 
     def _stages_in_words(self) -> str:

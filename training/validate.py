@@ -1,7 +1,8 @@
 """Every cross-check of the flags, in one step before any rank waits for another (decision 8).
 
 May import model.config, data.blend and the standard library; free of torch. Each check gives errors that name the
-numbers and the fix, and all of them are shown at once. Those of the layout are in `validate_layout`.
+numbers and the fix, and all of them are shown at once. Those of the layout are in `validate_layout`, those of
+compressed gradients in `validate_compression`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from training.arguments import DEEPSEEK, RECOMPUTE_MODULES, Arguments
 from training.failures import ConfigurationError
 from training.run_directory import earlier_run_error
+from training.validate_compression import compression_errors
 from training.validate_layout import flag_of, layout_errors
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
         *_check_balance(arguments, model_config),
         *_check_recomputation(arguments),
         *_check_schedule(arguments),
+        *compression_errors(arguments, world_size),
         *_check_data(arguments),
     ]
     if arguments.distributed.distributed_backend == "nccl" and gpus == 0:
@@ -84,6 +87,8 @@ _AT_LEAST_ONE = (
     "save_interval",
     "log_interval",
     "lr_decay_iters",
+    "grad_compression_rank",
+    "grad_compression_inner_size",
 )
 _AT_LEAST_ZERO = (
     "seed",
@@ -101,6 +106,7 @@ _AT_LEAST_ZERO = (
     "moe_z_loss_coeff",
     "router_bias_update_rate",
     "init_method_std",
+    "grad_compression_warmup_steps",
 )
 _ABOVE_ZERO = (
     "moe_expert_capacity_factor",
@@ -110,6 +116,8 @@ _ABOVE_ZERO = (
     "distributed_timeout_minutes",
     "distributed_start_timeout_seconds",
     "peak_tflops",
+    "grad_compression_density",
+    "grad_compression_decay",
 )
 _BALANCES_EXPERTS = ("aux_loss_alpha", "moe_z_loss_coeff", "moe_expert_capacity_factor")
 _BALANCES_GROUPS = ("moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff", "moe_token_drop_level")

@@ -41,13 +41,13 @@ def _check_layout(arguments: Arguments, config: DeepSeekConfig, world_size: int)
     if config.num_attention_heads % tp:
         yield (
             f"--tensor-model-parallel-size {tp} doesn't divide the model's {config.num_attention_heads} attention heads"
-            f": use one of {_divisors(config.num_attention_heads)}"
+            f": use one of {divisors(config.num_attention_heads)}"
         )
     dense = [layer for layer in range(config.num_hidden_layers) if not config.is_moe_layer(layer)]
     if dense and config.intermediate_size % tp:
         yield (
             f"--tensor-model-parallel-size {tp} doesn't divide the intermediate_size {config.intermediate_size} of the "
-            f"model's dense layers: use one of {_divisors(config.intermediate_size)}"
+            f"model's dense layers: use one of {divisors(config.intermediate_size)}"
         )
     yield from _check_experts(arguments, config, world_size)
 
@@ -65,7 +65,7 @@ def _check_experts(arguments: Arguments, config: DeepSeekConfig, world_size: int
         )
         return
     stage, experts = world_size // pp, config.n_routed_experts
-    fitting = _divisors(experts if world_size % pp else math.gcd(stage, experts))
+    fitting = divisors(experts if world_size % pp else math.gcd(stage, experts))
     fix = f"use one of {fitting}" if fitting != "1" else "use 1"
     if experts % ep:
         yield (f"--expert-model-parallel-size {ep} doesn't divide the model's {experts} routed experts: {fix}")
@@ -197,7 +197,8 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
+    """ "1, 2, 4" for 4."""
     return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 

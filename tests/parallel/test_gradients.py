@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import parallel.gradients as gradients_module
+import parallel.buckets as buckets_module
+from parallel.buckets import cut
 from parallel.comm import barrier
-from parallel.gradients import GradientReducer, cut
+from parallel.gradients import GradientReducer
 from parallel.mesh import Axis, Layout, Mesh
 from parallel.sharding import Sharding
 from parallel.weight_gradient import will_add_its_gradient
@@ -172,13 +173,13 @@ def toy_on_two_ranks(seed: int) -> dict[str, Any]:
             ddp(data[m, mesh.rank]).backward()
     found["ddp"] = [p.grad * 2 for p in ddp_model.parameters()]  # type: ignore[operator]  # DDP's is the mean
 
-    all_reduce, launched = gradients_module.all_reduce_, list[int]()
+    all_reduce, launched = buckets_module.all_reduce_, list[int]()
 
     def watched(x: torch.Tensor, *args: Any, **options: Any) -> Any:
         launched.append(x.numel())
         return all_reduce(x, *args, **options)
 
-    gradients_module.all_reduce_ = watched
+    buckets_module.all_reduce_ = watched
     for overlap in (True, False):
         model = Toy(seed)
         reducer = GradientReducer(model.named_parameters(), mesh, bucket_cap_mb=0, overlap=overlap)
@@ -197,7 +198,7 @@ def toy_on_two_ranks(seed: int) -> dict[str, Any]:
             early = list(launched)
             reducer.finish()
             found[name, overlap] = ([g.main_grad.clone() for g in reducer.parameters], early, list(launched))
-    gradients_module.all_reduce_ = all_reduce
+    buckets_module.all_reduce_ = all_reduce
     return found
 
 

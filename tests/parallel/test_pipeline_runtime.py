@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from parallel.gradients import Bucket, GradientReducer
+from parallel.buckets import Bucket
+from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
 from parallel.pipeline import runtime as runtime_module
 from parallel.pipeline.catalogue import SCHEDULES
@@ -255,9 +256,9 @@ def order_of_launches(seed: int, table: Schedule) -> list[tuple[str, list[str]]]
         running[0] = str(action)
         return compute(step, action, incoming)
 
-    def watched_launch(bucket: Bucket) -> None:
+    def watched_launch(bucket: Bucket, compress: bool) -> None:
         launched.append((running[0], [names[p] for p in bucket.parameters]))
-        launch(bucket)
+        launch(bucket, compress)
 
     runtime_module._Step._compute, Bucket.launch = watched_compute, watched_launch  # type: ignore[method-assign]
     try:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel import gradients, sync_watch
+from parallel import buckets, sync_watch
 from parallel.comm import all_reduce_, waits_on_host
 from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
@@ -56,7 +56,7 @@ def one_rank_only_accumulates(seed: int, culprits: tuple[int, ...], device_waits
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     sync_watch.logger.addHandler(handler)
     if device_waits:
-        gradients.all_reduce_, sync_watch.waits_on_host = on_device, lambda axis: False  # type: ignore[assignment]
+        buckets.all_reduce_, sync_watch.waits_on_host = on_device, lambda axis: False  # type: ignore[assignment]
     data = torch.randn(4, mesh.world_size, 6, 7)
     error, seconds = None, 0.0
     for step in (1, 2):
@@ -90,7 +90,7 @@ def one_rank_only_accumulates(seed: int, culprits: tuple[int, ...], device_waits
     for work in works:
         (work.work if device_waits else work).wait()  # type: ignore[union-attr]
     sync_watch.logger.removeHandler(handler)
-    gradients.all_reduce_, sync_watch.waits_on_host = all_reduce_, waits_on_host
+    buckets.all_reduce_, sync_watch.waits_on_host = all_reduce_, waits_on_host
     return {"error": error, "seconds": seconds, "logged": logged}
 
 

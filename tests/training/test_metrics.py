@@ -15,6 +15,8 @@ import torch
 
 import training.metrics
 import training.trainer
+from parallel.compression.compression import CompressionStatistics
+from training.compression import record_of
 from training.load_map import load_map
 from training.metrics import Meter, MetricsFile, TensorBoard, known_peak_tflops, memory_share, peak_memory_bytes
 
@@ -119,6 +121,7 @@ def test_everything_that_a_step_measures_has_a_place_of_its_own(tmp_path: Path) 
     names = {"step_seconds", "tokens_per_second", "tflops_per_device", "mfu"}  # Meter's
     names |= {"valid_loss", "bigram_loss", "memory_share", "peak_memory_gib"}
     names |= {f"{name}_loss" for name in ("aux", "device", "communication", "z")}
+    names |= names_of_compression()
     source = ast.parse(Path(training.trainer.__file__).read_text())
     (step,) = (x for x in ast.walk(source) if isinstance(x, ast.FunctionDef) and x.name == "_step")
     keys = (node.keys for node in ast.walk(step) if isinstance(node, ast.Dict))
@@ -129,6 +132,33 @@ def test_everything_that_a_step_measures_has_a_place_of_its_own(tmp_path: Path) 
     board.close()
     assert len(scalars(tmp_path)) == len(names)
     assert [tag for tag in scalars(tmp_path) if tag.startswith("5_more")] == []
+
+
+def names_of_compression() -> set[str]:
+    """What a step records of compressed gradients."""
+    statistics = CompressionStatistics(1, 4.0, 0.1, 0.2, 0.3, 0.4)
+    reducer = types.SimpleNamespace(compression=object(), buckets=[], compression_statistics=lambda: statistics)
+    names = set(record_of(reducer))  # type: ignore[arg-type]
+    reducer.compression_statistics = lambda: None
+    reducer.buckets = [types.SimpleNamespace(parameters=[torch.ones(3)], axis=types.SimpleNamespace(size=2))]
+    in_fp32 = record_of(reducer)  # type: ignore[arg-type]
+    assert set(in_fp32) == names and len(names) == 6
+    assert in_fp32["grad_sent_bytes"] == 12 and in_fp32["grad_compression_ratio"] == 1.0
+    return names
+
+
+def test_whether_compression_pays_has_charts_where_it_runs(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path)
+    board.write({"step": 1, "loss": 2.0, **dict.fromkeys(names_of_compression(), 1.0)})
+    board.close()
+    (tensor,) = events_of(tmp_path).Tensors("custom_scalars__config__")
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    layout = layout_pb2.Layout.FromString(tensor.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == ["does it learn", "does compression pay"]
+    tags = {tag.strip("^$") for chart in layout.category[1].chart for tag in chart.multiline.tag}
+    assert {tag for tag in scalars(tmp_path) if tag.startswith("3_wire/")} - tags == {"3_wire/times_fewer_than_fp32"}
+    assert tags < set(scalars(tmp_path))
 
 
 def test_what_has_parts_gets_a_chart_for_each(tmp_path: Path) -> None:
