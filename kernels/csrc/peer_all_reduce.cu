@@ -1,6 +1,6 @@
 // All-reduce (sum) for ranks of one node that read each other's memory: no copy engine, one kernel a message. Includes
 // launch.cuh; called by parallel/peer_memory.py. One-shot: everyone reads everything, one meeting. Two-shot: everyone
-// sums its part, then reads the others' sums: 2(N-1)/N of the bytes, two meetings. In fp32 in rank order: the same bits.
+// sums its part, then reads the others' sums: 2(N-1)/N of the bytes, two meetings. Sums run in rank order, so bits agree.
 //
 // A rank's shared memory: [signals: uint32 of each thread block and rank][buffer of even calls][buffer of odd calls].
 // Signals are numbers that only grow (epochs), so nothing is ever reset. A buffer is written again two calls later: by

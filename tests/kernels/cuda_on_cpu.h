@@ -5,7 +5,6 @@
 #pragma once
 
 #include <fcntl.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <ucontext.h>
@@ -175,10 +174,10 @@ inline uint32_t __float_as_uint(float x) {
     return bits;
 }
 
-// Another rank may need this processor to come here.
 inline void store_release_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
+// The rank that is waited for may need this processor.
 inline uint32_t load_acquire_system(const uint32_t* from) {
-    sched_yield();
+    usleep(20);
     return __atomic_load_n(from, __ATOMIC_ACQUIRE);
 }
 

@@ -89,10 +89,11 @@ def left_over() -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"cuda_on_cpu_{os.getpid()}_*")]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (4, 8))])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_every_rank_gets_the_sum_in_rank_order(run_ranks: Callable[..., list[Any]], ranks: int) -> None:
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
+    emulated_cuda.library("peer_all_reduce.cu")  # compiled before the ranks' time runs
     assert run_ranks(ranks, wrong_sums, seed) == [[]] * ranks
 
 
