@@ -61,7 +61,8 @@ def available() -> bool:
 @functools.cache
 def library(source: str, architecture: str) -> ctypes.CDLL:
     """The functions of `csrc/<source>`, compiled on first use. architecture: as "sm_90". Raises BuildError."""
-    compiled = build.load(source, build.find_compiler("nvcc"), (*FLAGS, f"-arch={architecture}"))
+    nvcc = build.find_compiler("nvcc")
+    compiled = build.load([source], [nvcc] if nvcc else None, (*FLAGS, f"-arch={architecture}"))
     compiled.error_text.restype = ctypes.c_char_p
     return compiled
 

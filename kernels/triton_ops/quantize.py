@@ -17,7 +17,8 @@ from kernels.triton_ops.tile import decode_tile, encode_tile, load_values, place
 from kernels.wire import WireFormat
 
 _TILE = 4096
-"""Values of a program: the largest block. 32 a thread, so that codes of 4 bits also load 16 bytes at a time."""
+"""Values of a program: the largest block. Where it decodes, 32 a thread, so that codes of 4 bits also load 16 bytes at
+a time; where it encodes, 16: with 32, ptxas spilled a few registers of int4's."""
 _SIGN_TILE = 8192
 """Of a program that decodes signs: 128 a thread of 2 warps, again 16 bytes."""
 
@@ -108,7 +109,9 @@ def encode(
     programs = rows * triton.cdiv(sizes[0], constants["BLOCKS"])
     partials = torch.empty(3, programs, dtype=torch.float64, device=x_rm.device)
     residuals = (as_integers(residual_rm), as_integers(new_residual_rm))
-    return Launch(encode_kernel, programs, (x_rm, *residuals, wire_rw, partials, *sizes), constants), partials
+    return Launch(
+        encode_kernel, programs, (x_rm, *residuals, wire_rw, partials, *sizes), constants, num_warps=8
+    ), partials
 
 
 def decode(wire_rw: torch.Tensor, wire_format: WireFormat, out_rm: torch.Tensor) -> Launch:

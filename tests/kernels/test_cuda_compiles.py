@@ -80,4 +80,4 @@ def test_a_library_is_built_and_called_and_its_error_has_the_op_and_the_words_of
     with pytest.raises(RuntimeError, match=r"sign_unpack on cpu: CUDA says \w.+ \(error \d+\)"):
         cuda.call("sign_pack.cu", "sign_unpack", torch.device("cpu"), None, 0, layout, None)  # no rows, if not no GPU
     (built,) = (tmp_path / "pretrain-deepseek").glob("*.so")
-    assert build.shared_object("sign_pack.cu", None, (*cuda.FLAGS, "-arch=sm_90")) == built, "nvcc isn't needed again"
+    assert build.shared_object(["sign_pack.cu"], None, (*cuda.FLAGS, "-arch=sm_90")) == built, "nvcc isn't needed again"

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kernels.backend import IMPLEMENTATIONS
+from kernels.backend import IMPLEMENTATIONS, forced
 from parallel.mesh import Layout
-from tests.layouts import Job
+from tests.layouts import Job, train
 from tests.test_pretrain import Ranks, lines_of, ranks, workplace  # noqa: F401 (fixtures)
 from tests.training.test_grad_compression import batches_of, differing, engine_of, job, state_of
 from training import checkpoint
@@ -181,30 +181,38 @@ def test_a_run_tells_what_is_compressed_by_which_kernels_and_goes_on_after_a_res
     assert not [line for line in lines if "start at zero" in line]
 
 
-TWO_STEPS = """
+LEAST = dict(vocab_size=61, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1)
+LEAST |= dict(num_nextn_predict_layers=0, first_k_dense_replace=0, q_lora_rank=24, kv_lora_rank=16, v_head_dim=16)
+LEAST |= dict(num_attention_heads=2, qk_nope_head_dim=16, qk_rope_head_dim=8)
+INTERPRETED = """
 import json, sys
+import torch
 from parallel.launch import destroy, init_distributed
-from tests.layouts import Job, train
+from tests.training.test_grad_compression_resume import two_steps
+torch.set_num_threads(1)  # as the ranks of a test have
 init_distributed("gloo", 2.0, 60.0)
-small = dict(vocab_size=61, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
-             num_nextn_predict_layers=0, first_k_dense_replace=0)
-flags = {"grad_compression": sys.argv[1]}
-curve = train(Job(overrides=small, flags=flags, steps=2, length=8, lr=1e-2))
-print(json.dumps([curve.losses, curve.norms]))
+print(json.dumps(two_steps(sys.argv[1], "triton")))
 destroy()
 """
 
 
-def two_steps(codec: str, **environment: str) -> list[Any]:
-    """Losses and norms of two steps on two ranks, each a process of its own."""
+def two_steps(codec: str, kernels: str) -> list[Any]:
+    """Losses and norms, on a rank."""
+    with forced(kernels):
+        curve = train(job(codec, overrides=LEAST, length=8, lr=1e-2))
+    return [curve.losses, curve.norms]
+
+
+def interpreted(codec: str) -> list[Any]:
+    """`two_steps` on two ranks, processes of their own, since Triton asks for its interpreter when it is imported."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | environment
-    common |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "TRITON_INTERPRET": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", TWO_STEPS, codec],
+            [sys.executable, "-c", INTERPRETED, codec],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -212,7 +220,11 @@ def two_steps(codec: str, **environment: str) -> list[Any]:
         )
         for rank in range(2)
     ]
-    ended = [process.communicate(timeout=300) for process in processes]
+    try:
+        ended = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert all(process.returncode == 0 for process in processes), ended
     told = [json.loads(out.splitlines()[-1]) for out, _ in ended]
     assert told[0] == told[1]
@@ -222,15 +234,14 @@ def two_steps(codec: str, **environment: str) -> list[Any]:
 @pytest.mark.parametrize(
     "codec", ["int8", *(pytest.param(name, marks=pytest.mark.full) for name in ("bf16", "fp8", "int4", "1bit", "topk"))]
 )
-def test_two_steps_on_tritons_kernels_give_the_reference_loss(codec: str) -> None:
+def test_two_steps_on_tritons_kernels_give_the_reference_loss(run_ranks: Callable[..., Any], codec: str) -> None:
     pytest.importorskip("triton")
     if "triton" not in IMPLEMENTATIONS["quantize"]:
         pytest.skip("no Triton kernels are entered")
-    reference = two_steps(codec, KERNELS="torch")
-    interpreted = two_steps(codec, KERNELS="triton", TRITON_INTERPRET="1")
-    assert interpreted[0][1]["lm"] < interpreted[0][0]["lm"]
+    reference, found = run_ranks(2, two_steps, codec, "torch")[0], interpreted(codec)
+    assert found[0][1]["lm"] < found[0][0]["lm"]
     if codec == "1bit":  # its scale is a sum, in an order of the kernel's own
-        for one, other in zip(reference[0], interpreted[0], strict=True):
+        for one, other in zip(reference[0], found[0], strict=True):
             assert other == pytest.approx(one, rel=1e-5)
     else:
-        assert interpreted == reference
+        assert found == reference
