@@ -249,11 +249,11 @@ def draw(findings: Findings, path: Path, warm_up: int) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 5.5), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 6.5), sharey=True, layout="constrained")
     colours = dict(zip(("none", *CODECS), ("black", *pyplot.colormaps["tab10"].colors), strict=False))
     shown = [run for run in findings.found if run.layout == (1, 1, 1) and run.seed == 1]
     low = min(findings.found[run]["curve"][-1][1] for run in shown)
-    high = max(loss for run in shown for step, loss in findings.found[run]["curve"] if step >= warm_up / 2)
+    high = max(loss for run in shown for step, loss in findings.found[run]["curve"] if step >= warm_up)
     for panel, feedback in zip(panels, (True, False), strict=True):
         ends = []
         for run in shown:
@@ -269,17 +269,18 @@ def draw(findings: Findings, path: Path, warm_up: int) -> None:
             panel.annotate(
                 f"{name} {loss:.2f}",
                 (last, loss),
-                xytext=(last * 1.03, least),
+                xytext=(last + 0.07 * (last - warm_up), least),
                 color=colours[run.codec],
                 fontsize=9,
                 va="center",
-                arrowprops={"arrowstyle": "-", "color": colours[run.codec], "linewidth": 0.6},
+                arrowprops={"arrowstyle": "-", "color": colours[run.codec], "linewidth": 0.6, "relpos": (0, 0.5)},
             )
             least += height * 0.045
         panel.axvline(warm_up, color="grey", linewidth=0.8, linestyle=":")
         panel.text(warm_up, high, " compression starts", color="grey", fontsize=9, va="top")
-        panel.set_xlim(warm_up / 2, last * 1.32)
-        panel.set_ylim(low - 0.02 * height, high)
+        panel.set_xlim(0.9 * warm_up, last + 0.45 * (last - warm_up))
+        panel.set_xticks([tick for tick in panel.get_xticks() if warm_up <= tick <= last])
+        panel.set_ylim(low - 0.03 * height, high + 0.1 * height)
         panel.set_xlabel("training step")
         panel.set_title("with error feedback" if feedback else "without error feedback")
         panel.spines[["top", "right"]].set_visible(False)

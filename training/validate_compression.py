@@ -104,7 +104,7 @@ def _check_hops(arguments: Arguments, world_size: int) -> Iterator[str]:
     if stage // tp % inner:
         yield (
             f"--grad-compression-inner-size {inner} doesn't divide the {stage // tp} ranks that gradients are summed "
-            f"over ({world_size} ranks / tensor {tp} / pipeline {pp}): use one of {divisors(stage // tp)}"
+            f"over ({world_size} ranks / tensor {tp} / pipeline {pp}): use a divisor of it, {divisors(stage // tp)}"
         )
     elif stage // ep > inner and stage // ep % inner:
         yield (

@@ -20,6 +20,8 @@ from kernels.triton_ops.launch import Launch, as_integers
 from kernels.triton_ops.tile import bits_of, load_values, store_statistics, store_values
 
 _TILE = 4096
+"""Values of a program."""
+_ENTRIES = 1024
 BIN_SHIFT = tl.constexpr(reference.BIN_SHIFT)
 STEPS = tl.constexpr(8)
 """Bins of one exponent."""
@@ -145,14 +147,17 @@ def take_kernel(x_rm, residual_rm, new_residual_rm, wire_rw, before, thresholds,
     store_statistics(partials, total, error, raw)
 
 
-@triton.jit
-def scatter_add_kernel(wire_w, out_m, k, TILE: tl.constexpr):
-    """A program: TILE entries of one row, whose places differ."""
+@triton.jit(do_not_specialize=["m"])
+def scatter_add_kernel(wire_w, out_m, k, m, TILE: tl.constexpr):
+    """A program: TILE entries of one row, whose places differ. One outside of the row is left out: refusing it would
+    make the host wait.
+    """
     entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
     values = wire_w.to(tl.pointer_type(tl.float32))
     value = tl.load(values + entry, mask=entry < k, other=0.0)
-    place = tl.load(values.to(tl.pointer_type(tl.int32)) + k + entry, mask=entry < k, other=0)
-    tl.store(out_m + place, tl.load(out_m + place, mask=entry < k, other=0.0) + value, mask=entry < k)
+    place = tl.load(values.to(tl.pointer_type(tl.int32)) + k + entry, mask=entry < k, other=-1)
+    inside = (place >= 0) & (place < m)
+    tl.store(out_m + place, tl.load(out_m + place, mask=inside, other=0.0) + value, mask=inside)
 
 
 def select(
@@ -164,6 +169,10 @@ def select(
     """The launches of `select_top`, in order, and the programs' statistics, fp64 [3, programs]."""
     rows, m = x_rm.shape
     k = wire_rw.shape[1] // reference.ENTRY_BYTES
+    if m > (1 << 31) - _TILE:
+        raise ValueError(
+            f"select_top: rows of {m} values; places are int32, up to the last tile's end: smaller buckets"
+        )
     tiles = triton.cdiv(m, _TILE)
     integers = {"dtype": torch.int32, "device": x_rm.device}
     exponents_re = torch.zeros(rows, EXPONENTS.value, **integers)
@@ -186,8 +195,8 @@ def select(
 def scatter(wire_rw: torch.Tensor, out_m: torch.Tensor) -> list[Launch]:
     """The launches that add each row's entries to `out`, in the order of rows."""
     k = wire_rw.shape[1] // reference.ENTRY_BYTES
-    tile = 1024
-    return [Launch(scatter_add_kernel, triton.cdiv(k, tile), (wire_w, out_m, k), {"TILE": tile}) for wire_w in wire_rw]
+    programs, sizes = triton.cdiv(k, _ENTRIES), (k, out_m.numel())
+    return [Launch(scatter_add_kernel, programs, (wire_w, out_m, *sizes), {"TILE": _ENTRIES}) for wire_w in wire_rw]
 
 
 def select_top(

@@ -100,7 +100,7 @@ reason = unavailable()
 
 @pytest.mark.skipif(reason is not None, reason=reason or "")
 def test_bytes_on_the_interfaces_of_four_hosts_are_those_of_the_formulas() -> None:
-    options = parse("--tensors 2 --rounds 1 --warm-up 1 --no-ddp".split())
+    options = parse("--tensors 4 --rounds 1 --warm-up 1 --no-ddp".split())
     rows = rows_of(measure("1gbit", options), options)
     assert len(rows) == 11
     for row in rows:

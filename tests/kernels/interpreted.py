@@ -14,7 +14,7 @@ import torch
 from kernels import backend
 from kernels.bucket_pack import bucket_pack, bucket_pack_reference
 from kernels.quantize import quantize
-from kernels.select_top import select_top
+from kernels.select_top import entries, scatter_sum, select_top
 from kernels.sign_pack import sign_pack, sign_unpack
 from kernels.wire import WireFormat
 from tests.kernels.cases import DECODERS, DTYPES, Case, differences, draw
@@ -109,6 +109,16 @@ def test_the_largest_values(rows: int, m: int, k: int, residual: torch.dtype | N
 @pytest.mark.parametrize(("rows", "m", "k"), [(1, 1, 1), (5, 333, 7), (2, 5001, 1025)])
 def test_the_sum_of_entries(rows: int, m: int, k: int) -> None:
     run_and_compare(Case("scatter_sum", rows, m, k=k))
+
+
+def test_a_place_outside_of_the_row_is_left_out() -> None:
+    wire_rw = torch.zeros(1, 24, dtype=torch.uint8)
+    values_rk, places_rk = entries(wire_rw)
+    values_rk[0], places_rk[0] = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-1, 2, 4])
+    out = torch.full((8,), 7.0)
+    with backend.forced("triton"):
+        scatter_sum(wire_rw, out[2:6])
+    assert out.tolist() == [7, 7, 0, 0, 2, 0, 7, 7]
 
 
 @pytest.mark.parametrize("source", DTYPES)

@@ -105,7 +105,7 @@ def sum_rows_encode(name: str, block: int, read: torch.dtype | None, written: to
 
 def select(step: int, m: int, read: torch.dtype | None, written: torch.dtype | None) -> Launch:
     x, residual, new = (empty(2, m, dtype=dtype) for dtype in (torch.float32, read, written))
-    return select_top.select(x, empty(2, 8 * 32, dtype=torch.uint8), residual, new)[0][step]
+    return select_top.select(x, empty(2, 8 * min(m, 32), dtype=torch.uint8), residual, new)[0][step]
 
 
 def scatter(k: int) -> Launch:
@@ -142,8 +142,9 @@ VARIANTS: dict[Callable[..., Launch], list[tuple[Any, ...]]] = {
     decode: USUAL + UNUSUAL,
     sum_rows: USUAL + UNUSUAL,
     select: [(step, m, *pair) for step in range(4) for m in (8192, 8191) for pair in PAIRS if step == 3 or not pair[1]]
-    + [(step, m, dtype, None) for step in range(2) for m in (8192, 8191) for dtype in (FP32, BF16)],
-    scatter: [(32,), (31,)],
+    + [(step, m, dtype, None) for step in range(2) for m in (8192, 8191) for dtype in (FP32, BF16)]
+    + [(step, 1, None, None) for step in range(4)],
+    scatter: [(32,), (31,), (1,)],
     pack: [(source, target) for source in DTYPES for target in DTYPES],
 }
 
@@ -154,11 +155,8 @@ def faults(function: Callable[..., Launch], arguments: tuple[Any, ...], capabili
     what = f"{launch.kernel.__name__} {arguments} sm_{capability}: {binary.registers} registers"
     print(f"{what}, loads {', '.join(sorted(set(re.findall('ld.global[.]([^ ;]*)', binary.ptx))))}")
     found = [f"{what}, {binary.spilled} bytes spilled"] if binary.spilled else []
-    # Each of these would round otherwise than the reference does.
-    found += [
-        f"{what}: {way}" for way in set(re.findall(r"\bfma\.\S+|\S+\.ftz\S*|div\.(?:full|approx)\S*", binary.ptx))
-    ]
-    aligned = 8191 not in arguments and 31 not in arguments
+    found += [f"{what}: {way}" for way in set(ROUNDS_OTHERWISE.findall(binary.ptx))]
+    aligned = function not in (select, scatter) or arguments[-3 if function is select else 0] % 16 == 0
     if aligned and launch.kernel is not select_top.place_tiles_kernel and not VECTOR_LOAD.search(binary.ptx):
         found.append(f"{what}: no load of 16 bytes")
     return found

@@ -103,6 +103,23 @@ def test_gradients_are_those_of_fp32_but_for_the_code_and_all_copies_have_the_sa
         assert all(curve.norms == curves[0].norms for curve in curves)
 
 
+@pytest.mark.full
+def test_two_hops_and_a_head_in_fp32(run_ranks: Callable[..., Any]) -> None:
+    exclude = {"grad_compression_exclude": ("vector", "router", "embedding", "head")}
+    flags = exclude | {"grad_compression_inner_size": 2}
+    ranks = run_ranks(4, train_all, [job("none"), job("int8", flags=exclude), job("int8", flags=flags)])
+    plain, one, two = ([curves[i] for curves in ranks] for i in range(3))
+    reference = whole(plain, "first_gradients")
+    errors = [relative_errors(whole(curves, "first_gradients"), reference) for curves in (one, two)]
+    for found in errors:
+        assert found["lm_head.weight"] < 1e-6 and found["embed_tokens.weight"] < 1e-6
+        assert max(found.values()) < BOUNDS["int8"][0]
+    assert errors[0] != errors[1], "the second hop rounds once more"
+    for curves in (one, two):
+        whole(curves, "final")
+        assert abs(curves[0].losses[-1]["lm"] - plain[0].losses[-1]["lm"]) < BOUNDS["int8"][1]
+
+
 def test_a_pipeline_and_overlap_change_nothing(run_ranks: Callable[..., Any]) -> None:
     cases = [("1f1b", True), ("1f1b", False), ("zb-h1", True)]
     jobs = [
