@@ -90,6 +90,14 @@ def test_a_backend_is_forced_inside_only(monkeypatch: pytest.MonkeyPatch) -> Non
         backend.pick("quantize", "cuda")
 
 
+def test_forcing_cuda_leaves_ops_without_a_cuda_kernel_to_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_usable", lambda chosen, device: device == "cuda" and chosen in ("cuda", "triton"))
+    monkeypatch.setattr(backend.importlib, "import_module", lambda name: type("Module", (), {"quantize": name}))
+    assert "cuda" not in backend.IMPLEMENTATIONS["quantize"]
+    with backend.forced("cuda"):
+        assert backend.pick("quantize", "cuda") == "kernels.triton_ops.quantize"  # type: ignore[comparison-overlap]
+
+
 def test_an_unknown_backend_is_refused_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backend.VARIABLE, "fast")
     with pytest.raises(ValueError, match="KERNELS=fast: choose among auto, torch, native, triton, cuda"):
