@@ -111,16 +111,19 @@ def run_case(case: Case, mesh: Mesh | None = None) -> Outcome:
 class Shot:
     """One encoding of a simulated rank, with its residual."""
 
-    def __init__(self, case: Case, codec: Codec, n: int):
+    def __init__(self, case: Case, codec: Codec, n: int, padding: list[slice] | None = None):
         options = case.options
-        self.codec = codec
+        self.codec, self.padding = codec, padding or []
         self.feedback = ErrorFeedback(n, options.residual_numbers, torch.device("cpu"), options.decay)
 
     def __call__(self, values: torch.Tensor, rows: int) -> torch.Tensor:
         """The wire, [rows, w]."""
         x_rm = values.reshape(rows, -1).clone()
         wire_rw = torch.zeros((rows, self.codec.wire_bytes(x_rm.shape[1])), dtype=torch.uint8)
-        self.codec.encode(x_rm, wire_rw, *self.feedback.open(rows))
+        residual, new_residual = self.feedback.open(rows)
+        self.codec.encode(x_rm, wire_rw, residual, new_residual)
+        for part in self.padding if new_residual is not None else ():
+            new_residual.view(-1)[part] = 0
         self.feedback.close()
         return wire_rw
 
@@ -139,7 +142,8 @@ def simulate(case: Case) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     inner = case.options.inner_size if case.options.inner_size < case.ranks else 1
     blocks = case.ranks // inner
     one_hop = whole or inner == 1
-    first = [Shot(case, codec, n) for _ in range(case.ranks)]
+    words = [slice(span.stop, padded(span.stop, 32)) for span in spans]  # where padding shares one with values
+    first = [Shot(case, codec, n, words) for _ in range(case.ranks)]
     part = [[Shot(case, codec, n // inner) for _ in range(inner)] for _ in range(0 if one_hop else blocks)]
     region = [Shot(case, codec, n // case.ranks) for _ in range(0 if whole else case.ranks)]
     shots = [*first, *(shot for row in part for shot in row), *region]
