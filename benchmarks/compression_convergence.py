@@ -34,8 +34,8 @@ CODECS: dict[str, dict[str, Any]] = {
 NAMES = {"powersgd": "PowerSGD rank 8", "topk": "top 1 %", "1bit": "1 bit"}
 BOUND = {"bf16": 0.5, "fp8": 0.5, "int8": 0.5, "int4": 2.0, "powersgd": 2.0, "1bit": 5.0, "topk": 8.0}
 """Percent by which the final loss may lie above that without compression."""
-LOSSY = ("int4", "powersgd", "1bit", "topk")
-"""Whose final loss must be lower with feedback; what feedback gives the others is below the noise of a loss."""
+LOSSY = ("powersgd", "1bit", "topk")
+"""Whose final loss must be lower with feedback; what it gives the others, int4 too, is below a loss's noise."""
 CLEARLY = 0.5
 """With feedback, the accumulated gradient's error must be at most this part of that without."""
 LEAST_FALL = 1.0
