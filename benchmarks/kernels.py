@@ -230,9 +230,14 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     start = time.perf_counter()
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
-    serving = {op: [name for name in usable(op, device) if name in options.backends] for op in options.ops}
-    print(f"On {where}: {'; '.join(f'{op}: ' + ', '.join(names or ['torch']) for op, names in serving.items())}\n")
-    if options.check or options.check_only:
+    # The reference is timed where it is asked for, and compared with nothing.
+    serving = {op: [name for name in ("torch", *usable(op, device)) if name in options.backends] for op in options.ops}
+    print(f"On {where}: {'; '.join(f'{op}: ' + (', '.join(names) or 'none') for op, names in serving.items())}\n")
+    checks = options.check or options.check_only
+    if not any({*names} - ({"torch"} if checks else set()) for names in serving.values()):
+        print(f"nothing to {'compare' if checks else 'measure'}: none of {', '.join(options.backends)} runs here")
+        return 1
+    if checks:
         found = check(options.ops, options.backends, device)
         print(f"\n{found} differences from the references\n", flush=True)
         if found or options.check_only:

@@ -14,8 +14,6 @@ from kernels.wire import TINY, WireFormat, check_decode, check_encode
 _FP8_SUBNORMAL = 2.0**-6
 """Absolutes below this are multiples of 2^-9 in e4m3."""
 _FP8_REBIAS = (127 - 7) << 3
-_ROUND = 1.5 * 2.0**23
-"""Added and taken away again, it rounds |x| < 2^22 to the nearest integer, ties to even."""
 
 
 def fp8_codes(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from kernels import backend
 from parallel.buckets import Bucket
+from parallel.compression.low_rank import matrices
 from parallel.compression.options import CompressionOptions
 from parallel.gradients import GradientReducer
 from parallel.sharding import sharding_of
@@ -71,10 +72,10 @@ def what_is_compressed(reducer: GradientReducer) -> str | None:
     compressed, exact = Counter[str](), Counter[str]()
     for bucket in reducer.buckets:
         for parameter in bucket.parameters:
-            if bucket.reduction is not None:
-                compressed.update(parameters=1, values=parameter.numel())
+            if why := _why_exact(options, parameter, bucket):
+                exact[why] += 1
             else:
-                exact[_why_exact(options, parameter, bucket)] += 1
+                compressed.update(parameters=1, values=parameter.numel())
     detail = {
         "topk": f", density {options.density:g} by {options.topk_transport}",
         "powersgd": f", rank {options.rank}",
@@ -89,9 +90,13 @@ def what_is_compressed(reducer: GradientReducer) -> str | None:
     )
 
 
-def _why_exact(options: CompressionOptions, parameter: torch.nn.Parameter, bucket: Bucket) -> str:
+def _why_exact(options: CompressionOptions, parameter: torch.nn.Parameter, bucket: Bucket) -> str | None:
+    """What it is that makes its gradient travel as it is; None where it is compressed."""
     if bucket.axis.size == 1:
         return "a single replica"
+    if bucket.reduction is not None:
+        too_small = options.name == "powersgd" and matrices(parameter.shape, options.rank) is None
+        return f"a shape too small for rank {options.rank}" if too_small else None
     role = sharding_of(parameter).role
     return role if role in options.exclude else "vector"
 

@@ -47,7 +47,10 @@ def save(reducer: GradientReducer, directory: Path) -> None:
     folder.mkdir(exist_ok=True)
     path = folder / _file(reducer.mesh.rank)
     metadata = {"belongs_to": json.dumps(belonging_to(reducer))}
+    path.touch()
+    mode = path.stat().st_mode  # that of every other file of a checkpoint: safetensors' own can be read by nobody else
     save_file({name: tensor.contiguous() for name, tensor in reducer.residuals().items()}, path, metadata)
+    path.chmod(mode)
     for written in (path, folder):
         descriptor = os.open(written, os.O_RDONLY)
         try:

@@ -45,7 +45,7 @@ class Compression:
     def __init__(self, options: CompressionOptions, mesh: Mesh):
         self.options, self.mesh = options, mesh
         self._reductions: list[tuple[Reduction, int]] = []
-        self._lanes = Lanes(mesh.device)
+        self.lanes = Lanes(mesh.device)
         self._codec: Codec | None = None if options.name == "powersgd" else codec_of(options)
         # Every lane's messages have a communicator of their own; ranks without a bucket on an axis make them too.
         groups = mesh.layout.groups(mesh.world_size)
@@ -91,7 +91,7 @@ class Compression:
         self._reductions = [(kept, plain) for kept, plain in self._reductions if kept is not reduction]
 
     def submit(self, reduction: Reduction) -> Work:
-        return self._lanes.submit(reduction.phases)
+        return self.lanes.submit(reduction.phases)
 
     def commit(self) -> None:
         for reduction, _ in self._reductions:

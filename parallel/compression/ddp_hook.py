@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from kernels.bucket_pack import bucket_pack
 from parallel.comm import GradBucket, Work, all_reduce_
 from parallel.compression.compression import Compression, CompressionStatistics
-from parallel.compression.lanes import Lanes
 from parallel.compression.options import CompressionOptions
 from parallel.compression.reduction import Reduction, Span
 from parallel.mesh import Axis, Layout, Mesh
@@ -137,7 +136,6 @@ class HookState:
         self.axis = mesh.dp_cp
         self._plain = mesh.again("dp_cp", "gradients that aren't compressed")[0]
         self._compression = Compression(options, mesh)
-        self._lanes = Lanes(mesh.device)
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
         self._buckets: dict[tuple[str, ...], _HookBucket] = {}  # by parameter names
         self._saved: dict[str, torch.Tensor] = {}  # of buckets that are gone, or loaded: for those to come
@@ -205,7 +203,7 @@ class HookState:
             self._under_way.append(bucket)
             phases = bucket.phases(flat)
         phases.append(lambda: future.set_result(flat))
-        self._lanes.submit([partial(self._run, phase, flat, future) for phase in phases])
+        self._compression.lanes.submit([partial(self._run, phase, flat, future) for phase in phases])
         return future
 
     def _plain_phases(self, flat: torch.Tensor) -> list[Callable[[], None]]:

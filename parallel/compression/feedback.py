@@ -1,7 +1,7 @@
 """Error feedback: what a code didn't carry is added to the next step's values, so nothing of a gradient is lost.
 
-Lives here: the residual of one stretch of values, in two phases. Imports `kernels` only. EF-SGD (1901.09847); residuals
-in few bits after LoCo (2407.04480).
+Lives here: the residual of one stretch of values, in two phases. Imports `kernels` and the options only. EF-SGD
+(1901.09847); residuals in few bits after LoCo (2407.04480).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from parallel.compression.options import ResidualName
 
 INT8_BLOCK = 256
 _INT8 = WireFormat("int8", INT8_BLOCK)
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"none": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ErrorFeedback:
@@ -30,7 +30,7 @@ class ErrorFeedback:
         if numbers == "int8":
             self._kept = torch.zeros((2, 1, _INT8.wire_bytes(n)), dtype=torch.uint8, device=device)
         else:
-            self._kept = torch.zeros((2, 0 if numbers == "none" else n), dtype=_DTYPES.get(numbers), device=device)
+            self._kept = torch.zeros((2, 0 if numbers == "none" else n), dtype=_DTYPES[numbers], device=device)
         self._now = 0
         self._write: torch.Tensor | None = None  # where the next residual goes, while an encoding is open
 

@@ -216,6 +216,27 @@ def test_a_new_loss_scale_rescales_the_residual(name: Any, residual: ResidualNam
             assert torch.equal(a, b) and (a != 0).any()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"name": "int3"}, "'int3' is not known: choose among bf16, fp8"),
+        ({"residual": "fp16"}, "residual 'fp16' is not known: choose among none, fp32, bf16, int8"),
+        ({"topk_transport": "regions"}, "'regions' is not known: choose among region, gather"),
+        ({"density": 0.0}, "density 0.0"),
+        ({"decay": 1.1}, "decay 1.1 must be above 0 and at most 1"),
+        ({"rank": 0}, "rank 0 must be at least 1"),
+        ({"inner_size": 0}, "inner size 0 must be at least 1"),
+        ({"exclude": ("vectors",)}, "some of vector, router, embedding, head"),
+        ({"exclude": "vector"}, "it is a tuple"),
+        ({"name": "topk", "inner_size": 2}, "topk has no second hop"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any], words: str) -> None:
+    """Whoever has a loop of their own has no flags that are checked."""
+    with pytest.raises(ValueError, match=words):
+        CompressionOptions(**{"name": "int8", **wrong})
+
+
 @pytest.mark.parametrize("n", [0, 256, 1024])
 @pytest.mark.parametrize(("numbers", "error"), [("fp32", 0.0), ("bf16", 2**-8), ("int8", 0.5 / 127), ("none", 1.0)])
 def test_residuals_in_every_kind_of_numbers(numbers: ResidualName, error: float, n: int, seed: int) -> None:

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from model.microbatch import MicroBatch
+from parallel.compression.options import CompressionOptions
+from parallel.gradients import GradientReducer
 from parallel.mesh import Layout, Mesh
+from parallel.sharding import Sharding
 from tests.layouts import Curve, Job, flags_of, microbatches_of_step, relative_errors, train, whole
-from training.compression import record_of
+from training.compression import record_of, what_is_compressed
 from training.engine import Engine
 
 SMALL = dict(vocab_size=203, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2)
@@ -193,6 +196,23 @@ def test_codes_are_sent_once_a_step_and_their_bytes_are_those_of_the_formula(run
         for name, gradient in gradients.items():
             difference = (gradient - of_many[name]).norm() / gradient.norm().clamp(min=1e-30)
             assert difference < 5e-3, f"{name}: a code of each micro-batch would be off by 1 % and more"
+
+
+def told_of_factors() -> str | None:
+    mesh = Mesh.create(Layout())
+    shapes = {"large": (40, 64), "small": (8, 64), "vector": (64,)}
+    named = [(name, torch.nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
+    for _, parameter in named:
+        parameter.sharding = Sharding()  # type: ignore[attr-defined]
+    return what_is_compressed(GradientReducer(named, mesh, compression=CompressionOptions("powersgd", rank=4)))
+
+
+def test_matrices_that_two_factors_would_not_shrink_are_told_of_as_exact(run_ranks: Callable[..., Any]) -> None:
+    for told in run_ranks(2, told_of_factors):
+        assert told.startswith(
+            "gradients of 1 parameters, 0.00977 MiB in fp32 on this rank, travel as powersgd, rank 4"
+        )
+        assert "1 of a shape too small for rank 4" in told and "1 of vector" in told
 
 
 def clipped(codec: str) -> dict[str, Any]:

@@ -124,10 +124,11 @@ def test_residuals_of_another_layout_or_codec_start_at_zero_and_the_log_names_bo
             assert found["kept"] == (parts is None or name == "buckets"), name
             assert len(found["lines"]) == (0 if parts is None else 1), found["lines"]
             assert not [part for part in parts or () if part not in found["lines"][0]], found["lines"]
-    assert sorted(file.name for file in (tmp_path / "int8" / "step_00000002" / DIRECTORY).iterdir()) == [
-        "rank_00000.safetensors",
-        "rank_00001.safetensors",
-    ]
+    step = tmp_path / "int8" / "step_00000002"
+    files = sorted((step / DIRECTORY).iterdir())
+    assert [file.name for file in files] == ["rank_00000.safetensors", "rank_00001.safetensors"]
+    modes = {file.stat().st_mode for file in (*files, step / "meta.json")}
+    assert len(modes) == 1, "whoever may read a checkpoint may read all of it"
     plain = job("none")
     for rank in run_ranks(2, saved_and_loaded_elsewhere, plain, [job("1bit"), plain], str(tmp_path / "none")):
         assert ["none were saved" in line for line in rank[0]["lines"]] == [True] and rank[1]["lines"] == []
