@@ -141,7 +141,7 @@ class Mesh:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._copies: dict[tuple[int, ...], Axis] = {}
         self._channels: dict[tuple[str, bool], Axis] = {}
-        self._again: dict[tuple[str, str, int], tuple[Axis, ...]] = {}
+        self._own: dict[tuple[str, str, int], tuple[Axis, ...]] = {}
         partitions = layout.groups(world_size)
         self._columns = partitions["pp"]
         self.world = self._axis("world", partitions["world"])
@@ -183,8 +183,8 @@ class Mesh:
     def collective_axes(self) -> list[Axis]:
         """The axes on which collectives run, copies made so far included, in the same order on every rank."""
         named = [self.world, self.tp, self.cp, self.dp, self.dp_cp, self.stage, self.sequence, self.ep, self.edp]
-        again = [axis for axes in self._again.values() for axis in axes]
-        return [*named, self.pp, *self._copies.values(), *again]
+        own = [axis for axes in self._own.values() for axis in axes]
+        return [*named, self.pp, *self._copies.values(), *own]
 
     def sent_bytes(self) -> dict[str, int]:
         """What this rank has sent so far, by axis, the pipeline's channels as "pp". All ranks have the same axes."""
@@ -218,14 +218,14 @@ class Mesh:
             self._channels[what, rising] = self._axis(what, self._columns, shared=False)
         return self._channels[what, rising]
 
-    def again(self, name: str, purpose: str, inner_size: int = 1) -> tuple[Axis, ...]:
+    def communicators(self, name: str, purpose: str, inner_size: int = 1) -> tuple[Axis, ...]:
         """The axis of this name once more, with a communicator of its own for one purpose. Collective; cached.
 
         inner_size above 1: cut in two, first the ranks of this rank's block of `inner_size` neighbours on the axis (of
         one node, say), then those with the same place in the other blocks. Where the axis is shorter, or a block would
         be all of it, it isn't cut. Raises ValueError where blocks don't fill the axis.
         """
-        if (name, purpose, inner_size) not in self._again:
+        if (name, purpose, inner_size) not in self._own:
             partition = self.layout.groups(self.world_size)[name]
             size = len(partition[0])
             if inner_size > 1 and size > inner_size:
@@ -235,8 +235,8 @@ class Mesh:
                 parts = [[row.tolist() for b in blocks for row in b], [row.tolist() for b in blocks for row in b.t()]]
             else:
                 parts = [partition]
-            self._again[name, purpose, inner_size] = tuple(self._axis(name, part, shared=False) for part in parts)
-        return self._again[name, purpose, inner_size]
+            self._own[name, purpose, inner_size] = tuple(self._axis(name, part, shared=False) for part in parts)
+        return self._own[name, purpose, inner_size]
 
     def _axis(self, name: str, partition: Partition, shared: bool = True) -> Axis:
         """This rank's axis from a partition of the world; axes with the same ranks share a group unless told not to.

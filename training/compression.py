@@ -55,7 +55,7 @@ def choose_kernels(options: CompressionOptions, device: torch.device) -> None:
     ops = _OPS[options.name]
     if options.inner_size > 1:
         ops += ("decode_sum",)
-    if options.residual_numbers == "int8":
+    if options.residual_dtype == "int8":
         ops += ("quantize", "dequantize")
     try:
         for op in dict.fromkeys(ops):
@@ -85,7 +85,7 @@ def what_is_compressed(reducer: GradientReducer) -> str | None:
     rest = ", ".join(f"{count} of {kind}" for kind, count in exact.items()) or "none"
     return (
         f"gradients of {compressed['parameters']} parameters, {4 * compressed['values'] / 2**20:.3g} MiB in fp32 on "
-        f"this rank, travel as {options.name}{detail}{hops}, residual {options.residual_numbers}; in fp32 as ever: "
+        f"this rank, travel as {options.name}{detail}{hops}, residual {options.residual_dtype}; in fp32 as ever: "
         f"{rest}"
     )
 

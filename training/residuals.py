@@ -34,7 +34,7 @@ def belonging_to(reducer: GradientReducer) -> dict[str, Any]:
     options = {name: x for name, x in dataclasses.asdict(chosen).items() if name not in _FREE}
     layout = dataclasses.asdict(mesh.layout) | {"dp": mesh.dp.size}
     # Defaults spelt out: they may change between versions, and asking for one changes nothing.
-    options |= {"block_size": chosen.block, "residual": chosen.residual_numbers}
+    options |= {"block_size": chosen.block, "residual": chosen.residual_dtype}
     facts = {"codec": options.pop("name"), **options, "layout": layout}
     return json.loads(json.dumps(facts))  # tuples as lists, as they are read back
 
@@ -81,8 +81,11 @@ def load(reducer: GradientReducer, directory: Path) -> None:
         logger.info("residuals of compressed gradients start at zero: %s: %s", directory, differences)
         return
     _, tensors = _read(directory, reducer.mesh.rank, reducer.mesh.device)
-    if zeroed := reducer.load_residuals(tensors):
-        logger.info("residuals that don't fit start at zero: %s", ", ".join(zeroed))
+    zeroed = reducer.load_residuals(tensors)
+    if names := [name for name in zeroed if not name.startswith("region/")]:
+        logger.info("residuals that don't fit start at zero: %s", ", ".join(names))
+    if regions := len(zeroed) - len(names):
+        logger.info("residuals of %d second shots start at zero: buckets are cut otherwise than when saved", regions)
 
 
 def _file(rank: int) -> str:

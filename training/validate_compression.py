@@ -22,7 +22,7 @@ _USED: dict[str, tuple[str, ...]] = {
     "fp8": (*_EVERY_CODEC, *_HOPS, "block_size"),
     "int8": (*_EVERY_CODEC, *_HOPS, "block_size"),
     "int4": (*_EVERY_CODEC, *_HOPS, "block_size"),
-    "1bit": (*_EVERY_CODEC, "block_size"),
+    "1bit": (*_EVERY_CODEC, *_HOPS, "block_size"),
     "topk": (*_EVERY_CODEC, "density", "topk_transport"),
     "powersgd": (*_EVERY_CODEC, "rank"),
 }

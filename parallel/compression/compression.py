@@ -51,7 +51,9 @@ class Compression:
         groups = mesh.layout.groups(mesh.world_size)
         names = [name for name in ("dp_cp", "stage", "edp") if name == "dp_cp" or groups[name] != groups["dp_cp"]]
         self._wires = {
-            name: [mesh.again(name, f"compressed gradients {way}", options.inner_size) for way in ("there", "back")]
+            name: [
+                mesh.communicators(name, f"compressed gradients {way}", options.inner_size) for way in ("there", "back")
+            ]
             for name in names
         }
 
@@ -59,7 +61,7 @@ class Compression:
     def granule(self) -> int:
         """Parameters start at multiples of it in a bucket: no block holds values of two."""
         granule = 1 if self._codec is None else self._codec.granule
-        return math.lcm(granule, INT8_BLOCK) if self.options.residual_numbers == "int8" else granule
+        return math.lcm(granule, INT8_BLOCK) if self.options.residual_dtype == "int8" else granule
 
     def padded(self, values: int, axis: Axis) -> int:
         """The size of a bucket's buffer."""

@@ -134,7 +134,7 @@ class HookState:
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
         mesh = Mesh.create(Layout(), named[0][1].device, group=ddp.process_group)
         self.axis = mesh.dp_cp
-        self._plain = mesh.again("dp_cp", "gradients that aren't compressed")[0]
+        self._plain = mesh.communicators("dp_cp", "gradients that aren't compressed")[0]
         self._compression = Compression(options, mesh)
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
         self._buckets: dict[tuple[str, ...], _HookBucket] = {}  # by parameter names

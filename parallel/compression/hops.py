@@ -61,7 +61,7 @@ class HopReduction:
         self.statistics, self.clock = no_statistics(device), Stopwatch(device)
         self._m = n // ranks
         held = [n // math.prod(sizes[:hop]) for hop in range(len(sizes) + 1)]  # values that a rank sums before each hop
-        self._feedback = [ErrorFeedback(h, options.residual_numbers, device, options.decay) for h in held]
+        self._feedback = [ErrorFeedback(h, options.residual_dtype, device, options.decay) for h in held]
 
         def wires(row_values: list[int], rows: list[int]) -> list[torch.Tensor]:
             shapes = [(r, codec.wire_bytes(m)) for r, m in zip(rows, row_values, strict=True)]

@@ -65,7 +65,7 @@ class CompressionOptions:
         return self.block_size or _DEFAULT_BLOCK.get(self.name, 256)
 
     @property
-    def residual_numbers(self) -> ResidualName:
+    def residual_dtype(self) -> ResidualName:
         """`residual`, its default spelt out."""
         return self.residual or ("none" if self.name == "bf16" else "fp32")
 

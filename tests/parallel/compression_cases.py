@@ -114,7 +114,7 @@ class Shot:
     def __init__(self, case: Case, codec: Codec, n: int, padding: list[slice] | None = None):
         options = case.options
         self.codec, self.padding = codec, padding or []
-        self.feedback = ErrorFeedback(n, options.residual_numbers, torch.device("cpu"), options.decay)
+        self.feedback = ErrorFeedback(n, options.residual_dtype, torch.device("cpu"), options.decay)
 
     def __call__(self, values: torch.Tensor, rows: int) -> torch.Tensor:
         """The wire, [rows, w]."""
@@ -135,7 +135,7 @@ def simulate(case: Case) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     """
     codec = codec_of(case.options)
     whole = case.options.name == "topk" and case.options.topk_transport == "gather"
-    int8 = case.options.residual_numbers == "int8"
+    int8 = case.options.residual_dtype == "int8"
     granule = math.lcm(codec.granule, 256) if int8 else codec.granule
     spans = spans_of(case, granule)
     n = padded(spans[-1].stop if spans else 0, granule * (1 if whole else case.ranks))

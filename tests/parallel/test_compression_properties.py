@@ -99,7 +99,7 @@ def check(case: Case, outcomes: Sequence[Outcome]) -> None:
             rows = [x.view(span.shape[0], -1)[::2] for x in sums]
             assert all((x == 0).all() for x in rows), "rows that nobody touches don't drift"
 
-    if case.options.residual_numbers == "fp32" and case.options.decay == 1.0:
+    if case.options.residual_dtype == "fp32" and case.options.decay == 1.0:
         check_nothing_is_lost(case, outcomes, spans, given_to, simulated)
 
 

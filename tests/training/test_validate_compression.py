@@ -41,7 +41,7 @@ def asked(base: Arguments, codec: str, **flags: Any) -> Arguments:
         ("fp8", {"block_size": 32, "exclude": ("vector", "head")}),
         ("int8", {"block_size": 4096, "warmup_steps": 5, "residual": "int8", "decay": 0.5}),
         ("int4", {"inner_size": 1, "exclude": ()}),
-        ("1bit", {"block_size": 256}),
+        ("1bit", {"block_size": 256, "inner_size": 2}),
         ("topk", {"density": 1.0, "topk_transport": "gather"}),
         ("powersgd", {"rank": 1, "residual": "none"}),
         ("none", {}),
@@ -67,8 +67,8 @@ def test_each_codec_takes_its_parameters(
         ("int8", {"density": 0.1}, ["density 0.1 is for --grad-compression topk, not int8", "leave it out"]),
         ("int8", {"topk_transport": "gather"}, ["topk-transport gather is for", "topk, not int8"]),
         ("int8", {"rank": 4}, ["rank 4 is for --grad-compression powersgd, not int8"]),
-        ("topk", {"inner_size": 2}, ["inner-size 2 is for", "bf16, fp8, int8, int4, not topk"]),
-        ("1bit", {"inner_size": 2}, ["inner-size 2 is for", "not 1bit"]),
+        ("topk", {"inner_size": 2}, ["inner-size 2 is for", "bf16, fp8, int8, int4, 1bit, not topk"]),
+        ("powersgd", {"inner_size": 2}, ["inner-size 2 is for", "not powersgd"]),
         ("none", {"residual": "fp32"}, ["residual fp32 is for", "powersgd, not none"]),
         ("none", {"warmup_steps": 3}, ["warmup-steps 3 is for", "not none"]),
         ("none", {"exclude": ("vector",)}, ["exclude vector is for", "not none"]),
@@ -162,7 +162,7 @@ def test_what_flags_know_without_torch_is_what_the_options_say() -> None:
     assert set(typing.get_args(GradCompression)) == {"none", *CODECS} == set(_USED)
     assert set(_OPS) == set(CODECS) and _EXCLUDABLE == EXCLUDABLE
     assert _ENTRY_BYTES == ENTRY_BYTES and CompressionOptions("topk").density == _DENSITY
-    without = {codec for codec in CODECS if CompressionOptions(codec).residual_numbers == "none"}
+    without = {codec for codec in CODECS if CompressionOptions(codec).residual_dtype == "none"}
     assert without == set(_NO_RESIDUAL)
     for name, words in (("residual", ResidualName), ("topk_transport", TransportName)):
         of_flag, _ = typing.get_args(typing.get_type_hints(CompressionArguments)[f"grad_compression_{name}"])
