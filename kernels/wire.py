@@ -89,6 +89,12 @@ class WireFormat:
         return scales_rn, mask_rn, codes_rn
 
 
+def statistics_of(x_rm: torch.Tensor, total_rm: torch.Tensor, error_rm: torch.Tensor) -> torch.Tensor:
+    """`STATISTICS` of encoding x [+ residual] = total, of which the code leaves an error."""
+    squares = [x.double().square().sum() for x in (total_rm, error_rm)]
+    return torch.stack([*squares, (~x_rm.isfinite()).sum().double()])
+
+
 def check_wire(op: str, wire_format: WireFormat, wire_rw: torch.Tensor, rows: int, m: int) -> None:
     """Raise TypeError or ValueError, naming the op, unless this is a contiguous wire, uint8 [rows, wire_bytes(m)]."""
     if wire_rw.dtype != torch.uint8:
