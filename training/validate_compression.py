@@ -47,8 +47,14 @@ def compression_errors(arguments: Arguments, world_size: int) -> Iterator[str]:
         value = getattr(flags, _PREFIX + name)
         if value is not None and value > 1:
             yield f"{flag_of(_PREFIX + name)} {value} must be above 0 and at most 1"
-    if flags.grad_compression_decay is not None and flags.grad_compression_residual == "none":
+    residual = flags.grad_compression_residual
+    if flags.grad_compression_decay is not None and residual == "none":
         yield "--grad-compression-decay needs a residual and --grad-compression-residual is none: leave one of them out"
+    elif flags.grad_compression_decay is not None and residual is None and codec == "bf16":
+        yield (
+            "--grad-compression-decay needs a residual and bf16 keeps none by default: leave the decay out, or give "
+            "--grad-compression-residual a format"
+        )
     if unknown := [name for name in flags.grad_compression_exclude if name not in _EXCLUDABLE]:
         yield (
             f"--grad-compression-exclude {' '.join(unknown)}: unknown; there are, with spaces between them, "

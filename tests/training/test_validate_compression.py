@@ -70,6 +70,7 @@ def test_each_codec_takes_its_parameters(
         ("int4", {"decay": -0.5}, ["decay -0.5", "above 0"]),
         ("int4", {"decay": 1.01}, ["decay 1.01", "at most 1"]),
         ("int4", {"decay": 0.9, "residual": "none"}, ["decay needs a residual", "leave one of them out"]),
+        ("bf16", {"decay": 0.9}, ["decay needs a residual", "bf16 keeps none by default"]),
         ("int4", {"exclude": ("vector", "norm")}, ["exclude norm: unknown", "vector router embedding head"]),
         ("int4", {"inner_size": 0}, ["inner-size 0", "at least 1"]),
         ("int4", {"inner_size": 4}, ["inner-size 4 doesn't divide the 2 ranks", "8 ranks / tensor 2 / pipeline 2"]),
