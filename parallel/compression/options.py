@@ -6,7 +6,7 @@ Lives here: the options, and which parameters they cover. Imports `parallel.shar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -45,8 +45,17 @@ class CompressionOptions:
             raise ValueError(f"gradient compression {self.name!r} is not known: choose among {', '.join(CODECS)}")
         if self.inner_size > 1 and self.name in ("topk", "powersgd"):
             raise ValueError(f"{self.name} has no second hop: inner size {self.inner_size} must be 1")
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density {self.density} must be above 0 and at most 1")
+        if self.residual is not None and self.residual not in get_args(ResidualName):
+            raise ValueError(
+                f"residual {self.residual!r} is not known: choose among {', '.join(get_args(ResidualName))}"
+            )
+        for name, share in (("density", self.density), ("decay", self.decay)):
+            if not 0 < share <= 1:
+                raise ValueError(f"{name} {share} must be above 0 and at most 1")
+        if min(self.rank, self.inner_size) < 1:
+            raise ValueError(f"rank {self.rank} and inner size {self.inner_size} must be at least 1")
+        if isinstance(self.exclude, str):  # its letters would exclude nothing
+            raise TypeError(f"exclude {self.exclude!r} must be a tuple of names: ({self.exclude!r},)")
 
     @property
     def block(self) -> int:
