@@ -7,6 +7,7 @@ Megatron's; experts read the same ranks of a stage as `view(pp, edp, ep)` with `
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -142,6 +143,8 @@ class Mesh:
         self._copies: dict[tuple[int, ...], Axis] = {}
         self._channels: dict[tuple[str, bool], Axis] = {}
         self._own: dict[tuple[str, str, int], tuple[Axis, ...]] = {}
+        self.shared: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        """What users of the same communicators must share to keep one order of messages; kept by those who use it."""
         partitions = layout.groups(world_size)
         self._columns = partitions["pp"]
         self.world = self._axis("world", partitions["world"])

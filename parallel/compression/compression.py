@@ -45,7 +45,9 @@ class Compression:
     def __init__(self, options: CompressionOptions, mesh: Mesh):
         self.options, self.mesh = options, mesh
         self._reductions: list[tuple[Reduction, int]] = []
-        self.lanes = Lanes(mesh.device)
+        # Of all reducers on this mesh, whose communicators are the same: threads of their own would mix up messages.
+        self.lanes: Lanes = mesh.shared.get("gradient lanes") or Lanes(mesh.device)
+        mesh.shared["gradient lanes"] = self.lanes
         self._codec: Codec | None = None if options.name == "powersgd" else codec_of(options)
         # Every lane's messages have a communicator of their own; ranks without a bucket on an axis make them too.
         groups = mesh.layout.groups(mesh.world_size)

@@ -40,7 +40,7 @@ class _HookBucket:
                 spans.append(Span(name, parameter.shape, -(-end // compression.granule) * compression.granule))
                 end = spans[-1].stop
         self._buffer = torch.zeros(compression.padded(end, axis), device=device)
-        ends = [*(span.start for span in spans[1:]), self._buffer.numel()]
+        ends = [*(span.start for span in spans), self._buffer.numel()][1:]
         self._gaps = [
             torch.zeros(end - span.stop, dtype=dtype, device=device) for span, end in zip(spans, ends, strict=True)
         ]
@@ -185,6 +185,9 @@ class HookState:
     def reduce(self, index: int, flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Future:
         """Start the mean over ranks of one bucket's gradients, in place; the hook's work."""
         self._raise_failure()
+        if flat.layout != torch.strided:
+            names = ", ".join(self._names[parameter] for parameter in parameters)
+            raise TypeError(f"the gradient of {names} is sparse, compression takes dense ones: Embedding(sparse=False)")
         if index == 0:
             self._settle()
             self._steps += 1
@@ -203,7 +206,7 @@ class HookState:
             self._under_way.append(bucket)
             phases = bucket.phases(flat)
         phases.append(lambda: future.set_result(flat))
-        self._compression.lanes.submit([partial(self._run, phase, flat, future) for phase in phases])
+        self._compression.lanes.submit(phases, partial(self._fail, flat, future))
         return future
 
     def _plain_phases(self, flat: torch.Tensor) -> list[Callable[[], None]]:
@@ -221,15 +224,11 @@ class HookState:
 
         return [start, wait]
 
-    def _run(self, phase: Callable[[], None], flat: torch.Tensor, future: Future) -> None:
+    def _fail(self, flat: torch.Tensor, future: Future, error: BaseException) -> None:
         """DDP takes no exception from a future: it gets NaN, and the next call raises."""
-        try:
-            phase()
-        except BaseException as error:
-            self._error = self._error or error
-            flat.fill_(torch.nan)
-            future.set_result(flat)
-            raise
+        self._error = self._error or error
+        flat.fill_(torch.nan)
+        future.set_result(flat)
 
     def _raise_failure(self) -> None:
         if self._error is not None:

@@ -231,3 +231,24 @@ def alone(seed: int) -> bool:
 
 def test_one_rank_is_left_alone(run_ranks: RunRanks, seed: int) -> None:
     assert run_ranks(1, alone, seed) == [True]
+
+
+def buckets_without_matrices(seed: int) -> tuple[float, str]:
+    """A model of vectors; then one whose embedding's gradient is sparse: what its backward says."""
+    vectors, plain = (DistributedDataParallel(nn.LayerNorm(60)) for _ in range(2))
+    vectors.register_comm_hook(HookState(vectors, CompressionOptions("int8")), hook)
+    x = torch.randn(7, 60, generator=torch.Generator().manual_seed(seed + dist.get_rank()))
+    error = off(gradients(vectors, x), gradients(plain, x))
+    sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 4)))
+    sparse.register_comm_hook(HookState(sparse, CompressionOptions("int8")), hook)
+    try:
+        sparse(torch.tensor([1, 2])).sum().backward()
+    except TypeError as raised:
+        return error, str(raised)
+    return error, "nothing was raised"
+
+
+def test_a_bucket_of_vectors_is_averaged_and_a_sparse_one_refused(run_ranks: RunRanks, seed: int) -> None:
+    for error, said in run_ranks(2, buckets_without_matrices, seed):
+        assert error < 1e-6
+        assert "0.weight is sparse" in said
