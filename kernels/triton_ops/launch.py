@@ -36,8 +36,13 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments: the constants and the compiler's options."""
-        return {**self.constants, "num_warps": self.num_warps, "enable_fp_fusion": False}
+        """Keyword arguments: the constants and the compiler's options.
+
+        Told no limit of registers, the assembler aims at one that lets more programs run at once, and where it misses
+        it by a little, it spills. The limit lets two programs of 8 warps run at once.
+        """
+        registers = min(255, 32768 // (32 * self.num_warps))
+        return {**self.constants, "num_warps": self.num_warps, "maxnreg": registers, "enable_fp_fusion": False}
 
     def run(self) -> None:
         if not self.programs:
