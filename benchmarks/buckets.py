@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.two_hosts import run_on_two_hosts
+from benchmarks.hosts import run_on_hosts
 from tests.simulated_hosts import unavailable
 
 
@@ -39,7 +39,7 @@ def measure(rate: str, options: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 found: see `buckets_rank.main`."""
     passed = {name: getattr(options, name) for name in ("bucket_mb", "rounds", "tokens", "hidden", "layers", "mtp")}
     passed["ddp"] = not options.no_ddp
-    return run_on_two_hosts("benchmarks.buckets_rank", rate, passed)
+    return run_on_hosts(2, "benchmarks.buckets_rank", rate, passed)
 
 
 def table(rate: str, found: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.two_hosts import run_on_two_hosts
+from benchmarks.hosts import run_on_hosts
 from tests.simulated_hosts import unavailable
 
 LEAST = 0.5
@@ -44,7 +44,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 found: see `overlap_rank.main`."""
     names = ("rounds", "microbatches", "tokens", "hidden", "expert_hidden", "layers")
     passed = {name: getattr(options, name) for name in names}
-    return run_on_two_hosts("benchmarks.overlap_rank", options.rate, passed)
+    return run_on_hosts(2, "benchmarks.overlap_rank", options.rate, passed)
 
 
 class Hidden(NamedTuple):

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "KERNELS"
 BACKENDS = ("auto", "torch", "native", "triton", "cuda")
 """auto: by device and what is there. torch: the reference, anywhere. native: C on a CPU. triton: on a GPU, or on a CPU
-in Triton's interpreter (TRITON_INTERPRET=1). cuda: CUDA C++ on a GPU."""
+in Triton's interpreter (TRITON_INTERPRET=1). cuda: CUDA C++ on a GPU; ops that have none run as under auto."""
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "quantize": {"native": "kernels.native", "triton": "kernels.triton_ops.quantize"},
@@ -68,8 +68,9 @@ def _pick(op: str, device: str, asked: str) -> Callable[..., Any] | None:
     if asked not in BACKENDS:
         raise ValueError(f"{VARIABLE}={asked}: choose among {', '.join(BACKENDS)}")
     modules = IMPLEMENTATIONS[op]
-    usable = [backend for backend in modules if asked in ("auto", backend) and _usable(backend, device)]
-    if asked not in ("auto", "torch", *usable):
+    free = asked == "auto" or (asked == "cuda" and asked not in modules and _usable(asked, device))
+    usable = [backend for backend in modules if (free or asked == backend) and _usable(backend, device)]
+    if not free and asked not in ("torch", *usable):
         raise ValueError(
             f"{VARIABLE}={asked}: {op} on {device} can't be served by it here (there are: torch, "
             f"{', '.join(modules)}); native needs a C compiler, triton a GPU or TRITON_INTERPRET=1, cuda a GPU and nvcc"

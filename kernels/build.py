@@ -13,11 +13,15 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_PATIENCE = 120.0
+"""Seconds to wait for another process that compiles, before compiling too."""
 
 
 class BuildError(RuntimeError):
@@ -47,63 +51,96 @@ def cache_directory() -> Path:
     raise BuildError(f"no directory for compiled kernels: {home} can't be written; set XDG_CACHE_HOME to one that can")
 
 
-def shared_object(source: str, compiler: str | None, flags: Sequence[str], machine: str = "") -> Path:
-    """The shared object of `csrc/<source>`, compiled unless it is in the cache.
+def shared_object(
+    sources: Sequence[str], compiler: Sequence[str] | None, flags: Sequence[str], machine: str = ""
+) -> Path:
+    """The shared object of these files of `csrc/`, compiled unless it is in the cache.
 
-    compiler: a path of a program; None: there is none, and an object that any version of it has made will do. flags:
-    all of its options but sources and output. machine: what else the object depends on, as the processor's features
-    under -march=native. Of many processes that ask at once one compiles. Raises BuildError.
+    compiler: a program and its first words; None: there is none, and an object that any version of it has made will do.
+    flags: all of its options but sources and output. machine: what else the object depends on, as the processor's
+    features under -march=native. Of many processes that ask at once one compiles. Raises BuildError.
     """
-    text = hashlib.sha256("\0".join([source, machine, *flags]).encode())
+    text = hashlib.sha256("\0".join([*sources, machine, *flags]).encode())
     for file in sorted(SOURCES.iterdir()):
-        if file.name == source or file.suffix in (".h", ".cuh"):
+        if file.name in sources or file.suffix in (".h", ".cuh"):
             text.update(file.name.encode() + file.read_bytes())
-    directory, stem = cache_directory(), f"{Path(source).stem}-{text.hexdigest()[:16]}"
+    directory, stem = cache_directory(), f"{Path(sources[0]).stem}-{text.hexdigest()[:16]}"
     if compiler is None:
-        kept = sorted(directory.glob(f"{stem}-*.so"))
+        kept = sorted(file for file in directory.glob(f"{stem}-*.so") if _whole(file))
         if not kept:
-            raise BuildError(f"{source} isn't compiled yet, and there is no compiler for it")
+            raise BuildError(f"{', '.join(sources)} isn't compiled yet, and there is no compiler for it")
         return kept[-1]
-    target = directory / f"{stem}-{hashlib.sha256(_version(compiler)).hexdigest()[:8]}.so"
-    if not target.exists():
-        with _alone(directory / f"{stem}.lock"):
-            if not target.exists():  # another rank may have made it meanwhile
-                _compile([compiler, *flags, str(SOURCES / source)], target)
+    target = directory / f"{stem}-{hashlib.sha256(_said([*compiler, '--version'])).hexdigest()[:8]}.so"
+    if not _whole(target):
+        with _alone(directory / f"{stem}.lock", until=target):
+            if not _whole(target):  # another rank may have made it meanwhile
+                _compile([*compiler, *flags, *(str(SOURCES / source) for source in sources)], target)
     return target
 
 
-def load(source: str, compiler: str | None, flags: Sequence[str], machine: str = "") -> ctypes.CDLL:
+def load(
+    sources: Sequence[str], compiler: Sequence[str] | None, flags: Sequence[str], machine: str = ""
+) -> ctypes.CDLL:
     """`shared_object`, loaded. Raises BuildError and OSError."""
-    return ctypes.CDLL(str(shared_object(source, compiler, flags, machine)))
+    return ctypes.CDLL(str(shared_object(sources, compiler, flags, machine)))
 
 
-def _version(compiler: str) -> bytes:
+def processor(compiler: Sequence[str], flags: Sequence[str]) -> str:
+    """What a C compiler predefines: under -march=native it tells what this processor has. Raises BuildError."""
+    return _said([*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull]).decode()
+
+
+def _said(command: list[str]) -> bytes:
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"{compiler} --version: {error}") from error
+        return subprocess.run(command, capture_output=True, check=True).stdout
+    except OSError as error:
+        raise BuildError(f"{command[0]}: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode().strip().splitlines()
+        raise BuildError(f"{command[0]}: {lines[-1] if lines else f'exit status {error.returncode}'}") from error
+
+
+def _whole(library: Path) -> bool:
+    """Whether the file is there and ends with the digest of the rest: a file cut short can kill who loads it."""
+    if not library.exists():
+        return False
+    content = library.read_bytes()
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
 def _compile(command: list[str], target: Path) -> None:
     """Write the object beside its place and rename it, so that nobody ever sees half of one."""
-    descriptor, unfinished = tempfile.mkstemp(prefix=target.stem, suffix=".unfinished", dir=target.parent)
+    descriptor, name = tempfile.mkstemp(prefix=target.stem, suffix=".unfinished", dir=target.parent)
     os.close(descriptor)
+    unfinished = Path(name)
     try:
-        done = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True)
+        done = subprocess.run([*command, "-o", name], capture_output=True, text=True)
         if done.returncode:
             said = (done.stderr or done.stdout)[-4000:]
             raise BuildError(f"{' '.join(command)}\nended with {done.returncode}: {said}")
-        os.replace(unfinished, target)
+        with unfinished.open("ab") as file:  # what follows an ELF file's sections is ignored
+            file.write(hashlib.sha256(unfinished.read_bytes()).digest())
+        unfinished.chmod(0o700)
+        unfinished.replace(target)
     finally:
-        Path(unfinished).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Inside, no other process of this host; where the file system has no locks, two may both compile: no harm."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass
+def _alone(lock: Path, until: Path) -> Iterator[None]:
+    """One process of a host inside; others wait, but neither beyond their patience nor when `until` is whole.
+
+    The system frees the lock of a process that is killed. Where the file system has no locks, two may both compile: no
+    harm, since objects appear by a rename.
+    """
+    with lock.open("a") as file:
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline and not _whole(until):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:
+                break
         yield

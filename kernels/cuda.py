@@ -61,7 +61,8 @@ def available() -> bool:
 @functools.cache
 def library(source: str, architecture: str) -> ctypes.CDLL:
     """The functions of `csrc/<source>`, compiled on first use. architecture: as "sm_90". Raises BuildError."""
-    compiled = build.load(source, build.find_compiler("nvcc"), (*FLAGS, f"-arch={architecture}"))
+    nvcc = build.find_compiler("nvcc")
+    compiled = build.load([source], [nvcc] if nvcc else None, (*FLAGS, f"-arch={architecture}"))
     compiled.error_text.restype = ctypes.c_char_p
     return compiled
 
@@ -99,6 +100,12 @@ def _pointer(op: str, what: str, tensor: torch.Tensor | None) -> ctypes.c_void_p
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
+def _rows(op: str, wire_format: WireFormat, wire_rw: torch.Tensor, m: int) -> list[Any]:
+    """Format, wire, number of rows and their layout."""
+    number = _FORMATS.index(wire_format.name)
+    return [number, _pointer(op, "wire", wire_rw), wire_rw.shape[0], Layout.of(wire_format, m)]
+
+
 def _residuals(op: str, *residuals: torch.Tensor | None) -> list[Any]:
     """Pointer and kind of each."""
     arguments: list[Any] = []
@@ -117,16 +124,7 @@ def decode_sum(wire_rw: torch.Tensor, wire_format: WireFormat, out_m: torch.Tens
     """`kernels.decode_sum.decode_sum`."""
     m, op = out_m.numel(), "decode_sum"
     if m:
-        call(
-            SOURCES[0],
-            op,
-            wire_rw.device,
-            _FORMATS.index(wire_format.name),
-            _pointer(op, "wire", wire_rw),
-            wire_rw.shape[0],
-            Layout.of(wire_format, m),
-            _pointer(op, "out", out_m),
-        )
+        call(SOURCES[0], op, wire_rw.device, *_rows(op, wire_format, wire_rw, m), _pointer(op, "out", out_m))
     return out_m
 
 
@@ -145,10 +143,7 @@ def decode_sum_encode(
             SOURCES[0],
             op,
             wire_rw.device,
-            _FORMATS.index(wire_format.name),
-            _pointer(op, "wire", wire_rw),
-            wire_rw.shape[0],
-            Layout.of(wire_format, m),
+            *_rows(op, wire_format, wire_rw, m),
             _pointer(op, "new wire", wire_w),
             *_residuals(op, residual_m, new_residual_m),
             ctypes.c_void_p(statistics.data_ptr()),

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import os
+import shlex
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
 
-from kernels import native_build
+from kernels import build
 from kernels.select_top import ENTRY_BYTES
 from kernels.wire import WireFormat
 
+logger = logging.getLogger(__name__)
+
+# No fast-math and no contraction of a · b + c: results are the reference's bits. omp-simd: sums and maxima in lanes,
+# where a pragma allows it; no OpenMP runtime is linked.
+FLAGS = (
+    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    "-fopenmp-simd",
+)
 _FORMATS = ("bf16", "int8", "fp8", "int4", "sign")
 _DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -45,12 +56,28 @@ _SIGNATURES = {
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = native_build.load()
-    if library is not None:
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+    """The functions of the C files; None, with one warning, where they can't be compiled or loaded."""
+    compiler = _compiler()
+    try:
+        if not compiler:
+            raise build.BuildError("no C compiler (cc, gcc or clang, or the one that CC names)")
+        sources = sorted(file.name for file in build.SOURCES.glob("*.c"))
+        library = build.load(sources, compiler, (*FLAGS, "-shared", "-fPIC"), build.processor(compiler, FLAGS))
+    except (build.BuildError, OSError) as error:
+        logger.warning("gradient codecs run as torch ops, which are slower: %s", str(error).strip().splitlines()[-1])
+        return None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
+
+
+def _compiler() -> list[str]:
+    """As $CC says, words split; else the first that is there; empty where none is."""
+    if asked := os.environ.get("CC"):
+        return shlex.split(asked)
+    found = build.find_compiler("cc", "gcc", "clang")
+    return [found] if found else []
 
 
 def available() -> bool:

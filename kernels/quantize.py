@@ -9,13 +9,11 @@ from __future__ import annotations
 import torch
 
 from kernels import backend
-from kernels.wire import TINY, WireFormat, check_decode, check_encode
+from kernels.wire import TINY, WireFormat, check_decode, check_encode, statistics_of
 
 _FP8_SUBNORMAL = 2.0**-6
 """Absolutes below this are multiples of 2^-9 in e4m3."""
 _FP8_REBIAS = (127 - 7) << 3
-_ROUND = 1.5 * 2.0**23
-"""Added and taken away again, it rounds |x| < 2^22 to the nearest integer, ties to even."""
 
 
 def fp8_codes(x: torch.Tensor) -> torch.Tensor:
@@ -63,8 +61,7 @@ def quantize_reference(
     error_rm = total_rm - dequantize_reference(wire_rw, wire_format, torch.empty_like(total_rm))
     if new_residual_rm is not None:
         new_residual_rm.copy_(error_rm)
-    squares = [x.double().square().sum() for x in (total_rm, error_rm)]
-    return torch.stack([*squares, (~x_rm.isfinite()).sum().double()])
+    return statistics_of(x_rm, total_rm, error_rm)
 
 
 def _codes(wire_format: WireFormat, scaled_rnb: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kernels import backend
-from kernels.wire import check_values
+from kernels.wire import check_values, statistics_of
 
 ENTRY_BYTES = 8
 BIN_SHIFT = 20
@@ -42,8 +42,7 @@ def select_top_reference(
     error_rm = total_rm.scatter(1, chosen_rk, 0.0)
     if new_residual_rm is not None:
         new_residual_rm.copy_(error_rm)
-    squares = [x.double().square().sum() for x in (total_rm, error_rm)]
-    return torch.stack([*squares, (~x_rm.isfinite()).sum().double()])
+    return statistics_of(x_rm, total_rm, error_rm)
 
 
 def scatter_sum_reference(wire_rw: torch.Tensor, out_m: torch.Tensor) -> torch.Tensor:

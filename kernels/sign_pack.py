@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels import backend
-from kernels.wire import TINY, WORD, WireFormat, check_decode, check_encode
+from kernels.wire import TINY, WORD, WireFormat, check_decode, check_encode, statistics_of
 
 
 def _pack(bits: torch.Tensor) -> torch.Tensor:
@@ -44,8 +44,7 @@ def sign_pack_reference(
     error_rm = total_rm - sign_unpack_reference(wire_rw, wire_format, torch.empty_like(total_rm))
     if new_residual_rm is not None:
         new_residual_rm.copy_(error_rm)
-    squares = [x.double().square().sum() for x in (total_rm, error_rm)]
-    return torch.stack([*squares, (~x_rm.isfinite()).sum().double()])
+    return statistics_of(x_rm, total_rm, error_rm)
 
 
 def sign_unpack_reference(wire_rw: torch.Tensor, wire_format: WireFormat, out_rm: torch.Tensor) -> torch.Tensor:

@@ -80,10 +80,19 @@ class WireFormat:
         Scales are empty for bf16, the mask for all but sign.
         """
         scales, mask, codes = self.sections(m)
-        scales_rn = wire_rw[:, : m // self.block * 4 if scales else 0].view(torch.float32)
+        if scales:
+            scales_rn = wire_rw[:, : m // self.block * 4].view(torch.float32)
+        else:  # not a view, which an empty row's stride may forbid
+            scales_rn = wire_rw.new_empty((wire_rw.shape[0], 0), dtype=torch.float32)
         mask_rn = wire_rw[:, scales : scales + (m // (8 * WORD) if mask else 0)]
         codes_rn = wire_rw[:, scales + mask : scales + mask + m * self.bits // 8]
         return scales_rn, mask_rn, codes_rn
+
+
+def statistics_of(x_rm: torch.Tensor, total_rm: torch.Tensor, error_rm: torch.Tensor) -> torch.Tensor:
+    """`STATISTICS` of encoding x [+ residual] = total, of which the code leaves an error."""
+    squares = [x.double().square().sum() for x in (total_rm, error_rm)]
+    return torch.stack([*squares, (~x_rm.isfinite()).sum().double()])
 
 
 def check_wire(op: str, wire_format: WireFormat, wire_rw: torch.Tensor, rows: int, m: int) -> None:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from parallel.mesh import Axis
 
+GradBucket = dist.GradBucket
+"""What torch's DDP hands to a communication hook."""
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -7,6 +7,7 @@ Megatron's; experts read the same ranks of a stage as `view(pp, edp, ep)` with `
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -121,8 +122,17 @@ class Mesh:
     `copies()` and `channel()` make more, for those who need them.
     """
 
-    def __init__(self, layout: Layout, rank: int, world_size: int, device: torch.device, timeout: timedelta | None):
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta | None,
+        group: dist.ProcessGroup | None = None,
+    ):
         self.layout = layout
+        self._world = group
         self.rank = rank
         self.world_size = world_size
         self.device = device
@@ -132,7 +142,9 @@ class Mesh:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._copies: dict[tuple[int, ...], Axis] = {}
         self._channels: dict[tuple[str, bool], Axis] = {}
-        self._again: dict[tuple[str, str, int], tuple[Axis, ...]] = {}
+        self._own: dict[tuple[str, str, int], tuple[Axis, ...]] = {}
+        self.shared: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        """What users of the same communicators must share to keep one order of messages; kept by those who use it."""
         partitions = layout.groups(world_size)
         self._columns = partitions["pp"]
         self.world = self._axis("world", partitions["world"])
@@ -148,16 +160,24 @@ class Mesh:
         self.edp = self._axis("edp", partitions["edp"])
 
     @classmethod
-    def create(cls, layout: Layout, device: torch.device | None = None, timeout: timedelta | None = None) -> Mesh:
-        """Build the groups of `layout` over all ranks. Collective: every rank calls it with the same layout.
+    def create(
+        cls,
+        layout: Layout,
+        device: torch.device | None = None,
+        timeout: timedelta | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Mesh:
+        """Build the groups of `layout` over all ranks, or those of a process group, whose ranks then count from 0.
+        Collective: every one of these ranks calls it with the same layout.
 
         Without an initialised process group it is the mesh of one rank. Raises ValueError when the world can't be laid
         out.
         """
         ready = dist.is_initialized()
-        world_size = dist.get_world_size() if ready else 1
+        world_size = dist.get_world_size(group) if ready else 1
         layout.validate(world_size)
-        return cls(layout, dist.get_rank() if ready else 0, world_size, device or torch.device("cpu"), timeout)
+        rank = dist.get_rank(group) if ready else 0
+        return cls(layout, rank, world_size, device or torch.device("cpu"), timeout, group)
 
     def coordinates(self) -> dict[str, int]:
         """This rank's place on every axis that a person asks for: pp, dp, cp, tp, ep."""
@@ -166,8 +186,8 @@ class Mesh:
     def collective_axes(self) -> list[Axis]:
         """The axes on which collectives run, copies made so far included, in the same order on every rank."""
         named = [self.world, self.tp, self.cp, self.dp, self.dp_cp, self.stage, self.sequence, self.ep, self.edp]
-        again = [axis for axes in self._again.values() for axis in axes]
-        return [*named, self.pp, *self._copies.values(), *again]
+        own = [axis for axes in self._own.values() for axis in axes]
+        return [*named, self.pp, *self._copies.values(), *own]
 
     def sent_bytes(self) -> dict[str, int]:
         """What this rank has sent so far, by axis, the pipeline's channels as "pp". All ranks have the same axes."""
@@ -201,14 +221,14 @@ class Mesh:
             self._channels[what, rising] = self._axis(what, self._columns, shared=False)
         return self._channels[what, rising]
 
-    def again(self, name: str, purpose: str, inner_size: int = 1) -> tuple[Axis, ...]:
+    def communicators(self, name: str, purpose: str, inner_size: int = 1) -> tuple[Axis, ...]:
         """The axis of this name once more, with a communicator of its own for one purpose. Collective; cached.
 
         inner_size above 1: cut in two, first the ranks of this rank's block of `inner_size` neighbours on the axis (of
         one node, say), then those with the same place in the other blocks. Where the axis is shorter, or a block would
         be all of it, it isn't cut. Raises ValueError where blocks don't fill the axis.
         """
-        if (name, purpose, inner_size) not in self._again:
+        if (name, purpose, inner_size) not in self._own:
             partition = self.layout.groups(self.world_size)[name]
             size = len(partition[0])
             if inner_size > 1 and size > inner_size:
@@ -218,8 +238,8 @@ class Mesh:
                 parts = [[row.tolist() for b in blocks for row in b], [row.tolist() for b in blocks for row in b.t()]]
             else:
                 parts = [partition]
-            self._again[name, purpose, inner_size] = tuple(self._axis(name, part, shared=False) for part in parts)
-        return self._again[name, purpose, inner_size]
+            self._own[name, purpose, inner_size] = tuple(self._axis(name, part, shared=False) for part in parts)
+        return self._own[name, purpose, inner_size]
 
     def _axis(self, name: str, partition: Partition, shared: bool = True) -> Axis:
         """This rank's axis from a partition of the world; axes with the same ranks share a group unless told not to.
@@ -229,17 +249,22 @@ class Mesh:
         alone or not.
         """
         if all(len(ranks) == 1 for ranks in partition):
-            return Axis(name, (self.rank,), 0, None, self.ledger, self.baton)
+            return Axis(name, (self._global(self.rank),), 0, None, self.ledger, self.baton)
         ranks = next(tuple(ranks) for ranks in partition if self.rank in ranks)
+        members = tuple(self._global(rank) for rank in ranks)
         key = tuple(rank for group in partition for rank in (len(group), *group))
         group = self._groups.get(key) if shared else None
         if group is None and len(ranks) == self.world_size and name == "world":
-            group = dist.group.WORLD
+            group = self._world or dist.group.WORLD
         elif group is None:
             group = dist.new_group(
-                list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=f"{name}:{ranks[0]}"
+                list(members), timeout=self._timeout, use_local_synchronization=True, group_desc=f"{name}:{members[0]}"
             )
         if shared:
             self._groups[key] = group
         group = group if len(ranks) > 1 else None
-        return Axis(name, ranks, ranks.index(self.rank), group, self.ledger, self.baton)
+        return Axis(name, members, ranks.index(self.rank), group, self.ledger, self.baton)
+
+    def _global(self, rank: int) -> int:
+        """A rank of this mesh among all of the job."""
+        return rank if self._world is None else dist.get_global_rank(self._world, rank)

@@ -80,6 +80,14 @@ def flags_of_tool(name: str) -> frozenset[str]:
 
 
 @cache
+def flags_of_benchmark(name: str) -> frozenset[str]:
+    """Flags of benchmarks/NAME.py: what it hands to add_argument."""
+    tree = ast.parse((ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"))
+    calls = (x for x in ast.walk(tree) if isinstance(x, ast.Call) and ast.unparse(x.func).endswith("add_argument"))
+    return frozenset({"--help", *(ast.literal_eval(word) for call in calls for word in call.args)})
+
+
+@cache
 def constants() -> frozenset[str]:
     """Words in capitals of scripts and sources: variables of the environment, constants."""
     files = [*(ROOT / "scripts").rglob("*.sh"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))]
@@ -109,6 +117,8 @@ def wrong_flags(code: str) -> Iterator[str]:
         return
     if match := re.search(r"(?:-m tools\.|python tools/)(\w+)", code):
         known, code = flags_of_tool(match[1]) if match[1] in tools else frozenset(), code[match.end() :]
+    elif match := re.search(r"(?:-m benchmarks\.|python benchmarks/)(\w+)", code):
+        known, code = flags_of_benchmark(match[1]), code[match.end() :]
     elif match := re.search(r"pretrain_multinode\.sh|pretrain_deepseek\.py", code):
         known, code = flags_of_run(), code[match.end() :]  # what stands before is torchrun's
     elif "test.sh" in code or "-m pytest" in code:

@@ -129,15 +129,16 @@ def compression_advice(codec: str, step: Exchange) -> str:
     The link is as fast as the bytes were on it. Waiting for slow ranks counts as wire, so fp32 may be faster still.
     """
     bandwidth = step.sent / step.wire
-    even, fp32 = break_even(step), step.fp32 / bandwidth
+    fp32 = step.fp32 / bandwidth
+    even = f"It pays on links below {_rate(break_even(step))}"
+    pays = even if step.sent < step.fp32 else "It pays on no link, since it sends more"
     turns = "leave --grad-compression out"
     if codec != "bf16":
         turns += f", or take bf16 (about {fp32 / 2:.3g} s and a cheap cast)"
     return (
         f"--grad-compression {codec} costs more than it saves: {step.codec:.3g} s of encoding and decoding and "
         f"{step.wire:.3g} s on the wire a step for {step.sent / 2**20:.3g} MiB, where an fp32 all-reduce would send "
-        f"{step.fp32 / 2**20:.3g} MiB in about {fp32:.3g} s at the {_rate(bandwidth)} of this link. It pays on links "
-        f"below {_rate(even)}: {turns}"
+        f"{step.fp32 / 2**20:.3g} MiB in about {fp32:.3g} s at the {_rate(bandwidth)} of this link. {pays}: {turns}"
     )
 
 

@@ -280,7 +280,7 @@ class CompressionArguments:
     """For powersgd: rank r of the two factors that travel instead of a matrix; by default 8."""
     grad_compression_inner_size: Unset[int] = None
     """Consecutive replicas, such as those of a node, that sum among themselves first: only a part of their bytes then
-    leaves the group. For bf16, fp8, int8, int4; by default 1, which is one hop over all."""
+    leaves the group. Not for topk and powersgd; by default 1, which is one hop over all."""
     grad_compression_exclude: tuple[str, ...] = ("vector", "router", "embedding")
     """What travels in fp32 all the same: of vector (one dimension), router, embedding, head."""
     kernels: Unset[Kernels] = None

@@ -77,7 +77,7 @@ def save(engine: Engine, directory: Path, position: Position, arguments_yaml: st
     with _quiet():
         dcp.save(_state(engine), checkpoint_id=partial, no_dist=mesh.world_size == 1)
     if engine.reducer.compression is not None:
-        residuals.save(engine.reducer, engine.arguments.distributed.bucket_cap_mb, partial)
+        residuals.save(engine.reducer, partial)
         barrier(mesh.world)  # all are on disk before the rename
     if mesh.world.is_first:
         meta = {
@@ -131,7 +131,7 @@ def load(engine: Engine, path: Path) -> Position:
         dcp.load(_state(engine), checkpoint_id=path, no_dist=engine.mesh.world_size == 1)
     engine.optimizer.refresh_parameters()
     engine.steps_done = meta["step"]
-    residuals.load(engine.reducer, engine.arguments.distributed.bucket_cap_mb, path)
+    residuals.load(engine.reducer, path)
     return Position(meta["step"], meta["consumed_samples"])
 
 

@@ -12,6 +12,7 @@ import torch
 
 from kernels import backend
 from parallel.buckets import Bucket
+from parallel.compression.low_rank import matrices
 from parallel.compression.options import CompressionOptions
 from parallel.gradients import GradientReducer
 from parallel.sharding import sharding_of
@@ -54,7 +55,7 @@ def choose_kernels(options: CompressionOptions, device: torch.device) -> None:
     ops = _OPS[options.name]
     if options.inner_size > 1:
         ops += ("decode_sum",)
-    if options.residual_numbers == "int8":
+    if options.residual_dtype == "int8":
         ops += ("quantize", "dequantize")
     try:
         for op in dict.fromkeys(ops):
@@ -71,10 +72,10 @@ def what_is_compressed(reducer: GradientReducer) -> str | None:
     compressed, exact = Counter[str](), Counter[str]()
     for bucket in reducer.buckets:
         for parameter in bucket.parameters:
-            if bucket.reduction is not None:
-                compressed.update(parameters=1, values=parameter.numel())
+            if why := _why_exact(options, parameter, bucket):
+                exact[why] += 1
             else:
-                exact[_why_exact(options, parameter, bucket)] += 1
+                compressed.update(parameters=1, values=parameter.numel())
     detail = {
         "topk": f", density {options.density:g} by {options.topk_transport}",
         "powersgd": f", rank {options.rank}",
@@ -84,14 +85,18 @@ def what_is_compressed(reducer: GradientReducer) -> str | None:
     rest = ", ".join(f"{count} of {kind}" for kind, count in exact.items()) or "none"
     return (
         f"gradients of {compressed['parameters']} parameters, {4 * compressed['values'] / 2**20:.3g} MiB in fp32 on "
-        f"this rank, travel as {options.name}{detail}{hops}, residual {options.residual_numbers}; in fp32 as ever: "
+        f"this rank, travel as {options.name}{detail}{hops}, residual {options.residual_dtype}; in fp32 as ever: "
         f"{rest}"
     )
 
 
-def _why_exact(options: CompressionOptions, parameter: torch.nn.Parameter, bucket: Bucket) -> str:
+def _why_exact(options: CompressionOptions, parameter: torch.nn.Parameter, bucket: Bucket) -> str | None:
+    """What it is that makes its gradient travel as it is; None where it is compressed."""
     if bucket.axis.size == 1:
         return "a single replica"
+    if bucket.reduction is not None:
+        too_small = options.name == "powersgd" and matrices(parameter.shape, options.rank) is None
+        return f"a shape too small for rank {options.rank}" if too_small else None
     role = sharding_of(parameter).role
     return role if role in options.exclude else "vector"
 

@@ -144,7 +144,6 @@ class Engine:
         microbatches: this dp rank's part of the global batch, the same on its tp, cp and pp ranks; lr: for this step.
         """
         before = self.mesh.sent_bytes()
-        self.reducer.compressing = self.steps_done >= self.arguments.compression.grad_compression_warmup_steps
         self.forward_backward(microbatches)
         with _naming("the norm of the gradient"):
             norm = self.reducer.clip(self.arguments.optimizer.clip_grad)
@@ -168,6 +167,7 @@ class Engine:
         """The gradient of the global batch's loss in every `main_grad`, summed over all replicas. Collective."""
         for stage in self.stages.values():
             stage.train()
+        self.reducer.compressing = self.steps_done >= self.arguments.compression.grad_compression_warmup_steps
         self.reducer.zero()
         for router in self.routers:
             router.reset_counts()

@@ -26,28 +26,31 @@ _FREE = ("decay", "density")
 """Options that may change from one start to the next: the residual means the same."""
 
 
-def belonging_to(reducer: GradientReducer, bucket_cap_mb: float) -> dict[str, Any]:
-    """What must be equal for residuals to fit: layout, codec with its parameters, and the cut into buckets."""
+def belonging_to(reducer: GradientReducer) -> dict[str, Any]:
+    """What must be equal for residuals to fit: layout, and codec with its parameters."""
     assert reducer.compression is not None
     mesh: Mesh = reducer.mesh
     chosen = reducer.compression.options
     options = {name: x for name, x in dataclasses.asdict(chosen).items() if name not in _FREE}
     layout = dataclasses.asdict(mesh.layout) | {"dp": mesh.dp.size}
     # Defaults spelt out: they may change between versions, and asking for one changes nothing.
-    options |= {"block_size": chosen.block, "residual": chosen.residual_numbers}
-    facts = {"codec": options.pop("name"), **options, "layout": layout, "bucket_cap_mb": bucket_cap_mb}
+    options |= {"block_size": chosen.block, "residual": chosen.residual_dtype}
+    facts = {"codec": options.pop("name"), **options, "layout": layout}
     return json.loads(json.dumps(facts))  # tuples as lists, as they are read back
 
 
-def save(reducer: GradientReducer, bucket_cap_mb: float, directory: Path) -> None:
+def save(reducer: GradientReducer, directory: Path) -> None:
     """This rank's file in `directory`/residuals, on disk on return. Not collective: wait for the others afterwards."""
     from safetensors.torch import save_file
 
     folder = directory / DIRECTORY
     folder.mkdir(exist_ok=True)
     path = folder / _file(reducer.mesh.rank)
-    metadata = {"belongs_to": json.dumps(belonging_to(reducer, bucket_cap_mb))}
+    metadata = {"belongs_to": json.dumps(belonging_to(reducer))}
+    path.touch()
+    mode = path.stat().st_mode  # that of every other file of a checkpoint: safetensors' own can be read by nobody else
     save_file({name: tensor.contiguous() for name, tensor in reducer.residuals().items()}, path, metadata)
+    path.chmod(mode)
     for written in (path, folder):
         descriptor = os.open(written, os.O_RDONLY)
         try:
@@ -56,17 +59,18 @@ def save(reducer: GradientReducer, bucket_cap_mb: float, directory: Path) -> Non
             os.close(descriptor)
 
 
-def load(reducer: GradientReducer, bucket_cap_mb: float, directory: Path) -> None:
+def load(reducer: GradientReducer, directory: Path) -> None:
     """Fill the reducer's residuals from a checkpoint's directory, bit for bit where they fit; else they are zero.
 
-    What isn't taken is told in one line that names both. Raises ConfigurationError where this rank's file is damaged.
+    What isn't taken is told in one line that names both. After another --bucket-cap-mb only those of second shots start
+    at zero, whose regions are cut from buckets. Raises ConfigurationError where this rank's file is damaged.
     """
     saved = _belonged_to(directory)
     if reducer.compression is None:
         if saved is not None:
             logger.info("%s holds residuals of %s; this run doesn't compress and leaves them", directory, _words(saved))
         return
-    ours = belonging_to(reducer, bucket_cap_mb)
+    ours = belonging_to(reducer)
     if saved != ours:
         differences = "none were saved"
         if saved is not None:
@@ -77,8 +81,11 @@ def load(reducer: GradientReducer, bucket_cap_mb: float, directory: Path) -> Non
         logger.info("residuals of compressed gradients start at zero: %s: %s", directory, differences)
         return
     _, tensors = _read(directory, reducer.mesh.rank, reducer.mesh.device)
-    if zeroed := reducer.load_residuals(tensors):
-        logger.info("residuals that don't fit start at zero: %s", ", ".join(zeroed))
+    zeroed = reducer.load_residuals(tensors)
+    if names := [name for name in zeroed if not name.startswith("region/")]:
+        logger.info("residuals that don't fit start at zero: %s", ", ".join(names))
+    if regions := len(zeroed) - len(names):
+        logger.info("residuals of %d second shots start at zero: buckets are cut otherwise than when saved", regions)
 
 
 def _file(rank: int) -> str:

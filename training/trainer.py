@@ -144,10 +144,13 @@ class Trainer:
             )
         tokens = training.global_batch_size * training.seq_length
         exposed, measured = self.engine.reducer.exposed_seconds, self.meter.stop(tokens)
-        if self.communication and (said := self.communication.step(exposed, measured["step_seconds"])):
-            logger.warning("%s", said)
-        exchange = exchange_of(self.engine.reducer) if self.compression else None
-        if self.compression and exchange and (said := self.compression.step(exchange)):
+        exchange = exchange_of(self.engine.reducer)
+        said = None
+        if exchange is None and self.communication:  # what it advises is for gradients in fp32
+            said = self.communication.step(exposed, measured["step_seconds"])
+        elif exchange and self.compression:
+            said = self.compression.step(exchange)
+        if said:
             logger.warning("%s", said)
         mtp = [value for name, value in result.losses.items() if name.startswith("mtp")]
         balance = self.engine.balance

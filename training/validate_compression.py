@@ -22,12 +22,14 @@ _USED: dict[str, tuple[str, ...]] = {
     "fp8": (*_EVERY_CODEC, *_HOPS, "block_size"),
     "int8": (*_EVERY_CODEC, *_HOPS, "block_size"),
     "int4": (*_EVERY_CODEC, *_HOPS, "block_size"),
-    "1bit": (*_EVERY_CODEC, "block_size"),
+    "1bit": (*_EVERY_CODEC, *_HOPS, "block_size"),
     "topk": (*_EVERY_CODEC, "density", "topk_transport"),
     "powersgd": (*_EVERY_CODEC, "rank"),
 }
 """Codec -> the parameters --grad-compression-… that it has."""
 _PREFIX = "grad_compression_"
+_NO_RESIDUAL = ("bf16",)
+"""Codecs without error feedback unless it is asked for."""
 _LEAST_BLOCK = {"1bit": 256}
 _BLOCKS = (32, 4096)
 _EXCLUDABLE = ("vector", "router", "embedding", "head")
@@ -47,8 +49,14 @@ def compression_errors(arguments: Arguments, world_size: int) -> Iterator[str]:
         value = getattr(flags, _PREFIX + name)
         if value is not None and value > 1:
             yield f"{flag_of(_PREFIX + name)} {value} must be above 0 and at most 1"
-    if flags.grad_compression_decay is not None and flags.grad_compression_residual == "none":
+    residual = flags.grad_compression_residual
+    if flags.grad_compression_decay is not None and residual == "none":
         yield "--grad-compression-decay needs a residual and --grad-compression-residual is none: leave one of them out"
+    if flags.grad_compression_decay is not None and residual is None and codec in _NO_RESIDUAL:
+        yield (
+            f"--grad-compression-decay needs a residual and {codec} has none by default: add "
+            "--grad-compression-residual, or leave the decay out"
+        )
     if unknown := [name for name in flags.grad_compression_exclude if name not in _EXCLUDABLE]:
         yield (
             f"--grad-compression-exclude {' '.join(unknown)}: unknown; there are, with spaces between them, "
@@ -104,7 +112,7 @@ def _check_hops(arguments: Arguments, world_size: int) -> Iterator[str]:
     if stage // tp % inner:
         yield (
             f"--grad-compression-inner-size {inner} doesn't divide the {stage // tp} ranks that gradients are summed "
-            f"over ({world_size} ranks / tensor {tp} / pipeline {pp}): use one of {divisors(stage // tp)}"
+            f"over ({world_size} ranks / tensor {tp} / pipeline {pp}): use a divisor of it, {divisors(stage // tp)}"
         )
     elif stage // ep > inner and stage // ep % inner:
         yield (

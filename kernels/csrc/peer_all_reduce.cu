@@ -1,6 +1,6 @@
-// All-reduce (sum) for ranks of one node that read each other's memory: no copy engine, no library, one kernel a message.
-// Includes launch.cuh. One-shot: everyone reads everything, one meeting. Two-shot: everyone sums its part, then reads the
-// others' sums: 2(N−1)/N of the bytes, two meetings. Sums run in fp32 in rank order, so all ranks get the same bits.
+// All-reduce (sum) for ranks of one node that read each other's memory: no copy engine, one kernel a message. Includes
+// launch.cuh; called by parallel/peer_memory.py. One-shot: everyone reads everything, one meeting. Two-shot: everyone
+// sums its part, then reads the others' sums: 2(N-1)/N of the bytes, two meetings. Sums run in rank order, so bits agree.
 //
 // A rank's shared memory: [signals: uint32 of each thread block and rank][buffer of even calls][buffer of odd calls].
 // Signals are numbers that only grow (epochs), so nothing is ever reset. A buffer is written again two calls later: by
@@ -129,7 +129,8 @@ __device__ __forceinline__ uint4 sum_of_ranks(const Peers& peers, const Message&
 }
 
 template <class Type>
-__global__ void __launch_bounds__(THREADS) one_shot_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Message message) {
+__global__ void __launch_bounds__(THREADS) one_shot_kernel(const __grid_constant__ Peers peers,
+                                                                const __grid_constant__ Message message) {
     const int64_t vectors = (message.values + Type::VALUES - 1) / Type::VALUES;
     const int64_t begin = (int64_t)blockIdx.x * THREADS + threadIdx.x, step = (int64_t)gridDim.x * THREADS;
     uint4* mine = buffer_of(peers, peers.rank, message);
@@ -139,7 +140,8 @@ __global__ void __launch_bounds__(THREADS) one_shot_kernel(const __grid_constant
 }
 
 template <class Type>
-__global__ void __launch_bounds__(THREADS) two_shot_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Message message) {
+__global__ void __launch_bounds__(THREADS) two_shot_kernel(const __grid_constant__ Peers peers,
+                                                                const __grid_constant__ Message message) {
     const int64_t vectors = (message.values + Type::VALUES - 1) / Type::VALUES;
     const int64_t part = (vectors + peers.ranks - 1) / peers.ranks;  // vectors that each rank sums
     const int64_t begin = (int64_t)blockIdx.x * THREADS + threadIdx.x, step = (int64_t)gridDim.x * THREADS;

@@ -7,6 +7,7 @@
 #include "launch.cuh"
 
 constexpr float TINY = 0x1p-100f;  // a block whose largest value is below this is zero: see kernels/wire.py
+constexpr int TOGETHER = 4;        // rows whose code a thread fetches before it uses any, since memory is far
 
 struct Layout {
     int64_t m;          // values of a row, whole blocks
@@ -90,12 +91,22 @@ struct Bf16 {
     }
 };
 
+// Conversions by additions: the instructions for them run at a quarter of the rate or less, which memory can outrun.
+// An integer from 0 to 255 less `zero`, as a float: the integer is put into the last bits of 2^23.
+__device__ __forceinline__ float small_float(uint32_t integer, float zero) {
+    return bits_to_float(0x4b000000u | integer) - (8388608.0f + zero);
+}
+// The integer nearest to x, ties to even, |x| < 2^22, in two's complement in the low bits: those of 1.5 · 2^23 + x.
+__device__ __forceinline__ uint32_t nearest(float x) { return __float_as_uint(x + 12582912.0f); }
+
 struct Int8Code {
     static constexpr int VALUES = 16, RUNS = 1;
     static constexpr float LEVEL = 127.0f;
 
-    static __device__ float value(uint4& raw, int i) { return (float)(int8_t)(word(raw, i / 4) >> (8 * (i % 4))); }
-    static __device__ uint32_t code(float scaled) { return (uint32_t)(int)rintf(scaled) & 0xffu; }
+    static __device__ float value(uint4& raw, int i) {
+        return small_float(((word(raw, i / 4) ^ 0x80808080u) >> (8 * (i % 4))) & 0xffu, 128.0f);
+    }
+    static __device__ uint32_t code(float scaled) { return nearest(scaled) & 0xffu; }
     static __device__ void put(uint4& raw, int i, uint32_t code) { word(raw, i / 4) |= code << (8 * (i % 4)); }
 };
 
@@ -106,13 +117,13 @@ struct Fp8Code {
 
     static __device__ float value(uint4& raw, int i) {
         const uint32_t code = (word(raw, i / 4) >> (8 * (i % 4))) & 0xffu, low = code & 0x7fu;
-        const float size = low >= 8 ? bits_to_float((low + REBIAS) << 20) : (float)low * (1.0f / 512.0f);
+        const float size = low >= 8 ? bits_to_float((low + REBIAS) << 20) : small_float(low, 0.0f) * (1.0f / 512.0f);
         return code & 0x80u ? -size : size;
     }
     static __device__ uint32_t code(float scaled) {
         const uint32_t bits = __float_as_uint(scaled), size = bits & 0x7fffffffu;
         const uint32_t normal = ((size + 0x7ffffu + ((size >> 20) & 1u)) >> 20) - REBIAS;
-        const uint32_t subnormal = (uint32_t)(int)rintf(fabsf(scaled) * 512.0f);
+        const uint32_t subnormal = nearest(fabsf(scaled) * 512.0f) & 0xffu;
         return (fabsf(scaled) < 0x1p-6f ? subnormal : normal) | ((bits >> 24) & 0x80u);
     }
     static __device__ void put(uint4& raw, int i, uint32_t code) { word(raw, i / 4) |= code << (8 * (i % 4)); }
@@ -125,9 +136,9 @@ struct Int4Code {
 
     static __device__ int shift(int i) { return 8 * (i % 4) + 4 * (i / 16); }
     static __device__ float value(uint4& raw, int i) {
-        return (float)((int)((word(raw, (i % 16) / 4) >> shift(i)) << 28) >> 28);
+        return small_float(((word(raw, (i % 16) / 4) ^ 0x88888888u) >> shift(i)) & 0xfu, 8.0f);
     }
-    static __device__ uint32_t code(float scaled) { return (uint32_t)(int)rintf(scaled) & 0xfu; }
+    static __device__ uint32_t code(float scaled) { return nearest(scaled) & 0xfu; }
     static __device__ void put(uint4& raw, int i, uint32_t code) { word(raw, (i % 16) / 4) |= code << shift(i); }
 };
 
@@ -230,12 +241,19 @@ __device__ __forceinline__ void sum_of_rows(const uint8_t* wire, int rows, const
 #pragma unroll
     for (int i = 0; i < Format::VALUES; i++) sum[i] = 0.0f;
     if (!place.used) return;
-#pragma unroll 4
-    for (int row = 0; row < rows; row++) {
-        float values[Format::VALUES];
-        Format::decode(Format::load(wire + row * layout.row_bytes, layout, place), values);
+    for (int row = 0; row < rows; row += TOGETHER) {
+        typename Format::Code codes[TOGETHER];
 #pragma unroll
-        for (int i = 0; i < Format::VALUES; i++) sum[i] += values[i];
+        for (int k = 0; k < TOGETHER; k++)
+            if (row + k < rows) codes[k] = Format::load(wire + (row + k) * layout.row_bytes, layout, place);
+#pragma unroll
+        for (int k = 0; k < TOGETHER; k++) {
+            if (row + k >= rows) break;
+            float values[Format::VALUES];
+            Format::decode(codes[k], values);
+#pragma unroll
+            for (int i = 0; i < Format::VALUES; i++) sum[i] += values[i];
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 """Codecs: rows of fp32 values to bytes and back. They keep no state and know no ranks.
 
-Lives here: the codecs by name. Imports `kernels` only. Shapes: r rows, m values of a row, w bytes of a row on the wire.
+Lives here: the codecs by name. Imports `kernels` and the options only. Shapes: r rows, m values of a row, w bytes of a
+row on the wire.
 """
 
 from __future__ import annotations

@@ -45,13 +45,17 @@ class Compression:
     def __init__(self, options: CompressionOptions, mesh: Mesh):
         self.options, self.mesh = options, mesh
         self._reductions: list[tuple[Reduction, int]] = []
-        self._lanes = Lanes(mesh.device)
+        # Of all reducers on this mesh, whose communicators are the same: threads of their own would mix up messages.
+        self.lanes: Lanes = mesh.shared.get("gradient lanes") or Lanes(mesh.device)
+        mesh.shared["gradient lanes"] = self.lanes
         self._codec: Codec | None = None if options.name == "powersgd" else codec_of(options)
         # Every lane's messages have a communicator of their own; ranks without a bucket on an axis make them too.
         groups = mesh.layout.groups(mesh.world_size)
         names = [name for name in ("dp_cp", "stage", "edp") if name == "dp_cp" or groups[name] != groups["dp_cp"]]
         self._wires = {
-            name: [mesh.again(name, f"compressed gradients {way}", options.inner_size) for way in ("there", "back")]
+            name: [
+                mesh.communicators(name, f"compressed gradients {way}", options.inner_size) for way in ("there", "back")
+            ]
             for name in names
         }
 
@@ -59,7 +63,7 @@ class Compression:
     def granule(self) -> int:
         """Parameters start at multiples of it in a bucket: no block holds values of two."""
         granule = 1 if self._codec is None else self._codec.granule
-        return math.lcm(granule, INT8_BLOCK) if self.options.residual_numbers == "int8" else granule
+        return math.lcm(granule, INT8_BLOCK) if self.options.residual_dtype == "int8" else granule
 
     def padded(self, values: int, axis: Axis) -> int:
         """The size of a bucket's buffer."""
@@ -86,8 +90,12 @@ class Compression:
         self._reductions.append((reduction, round(2 * (axis.size - 1) / axis.size * 4 * values)))
         return reduction
 
+    def drop(self, reduction: Reduction) -> None:
+        """Its bucket is gone."""
+        self._reductions = [(kept, plain) for kept, plain in self._reductions if kept is not reduction]
+
     def submit(self, reduction: Reduction) -> Work:
-        return self._lanes.submit(reduction.phases)
+        return self.lanes.submit(reduction.phases)
 
     def commit(self) -> None:
         for reduction, _ in self._reductions:

@@ -36,7 +36,7 @@ class GatherReduction:
         n, device = buffer_n.numel(), buffer_n.device
         self.bytes_sent = bytes_sent(n, axis.size, codec)
         self.statistics, self.clock = no_statistics(device), Stopwatch(device)
-        self._feedback = ErrorFeedback(n, options.residual_numbers, device, options.decay)
+        self._feedback = ErrorFeedback(n, options.residual_dtype, device, options.decay)
         self._mine = torch.zeros((1, codec.wire_bytes(n)), dtype=torch.uint8, device=device)
         self._everyone = self._mine.repeat(axis.size, 1)
         self._work: Work | None = None

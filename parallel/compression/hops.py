@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kernels.wire import WORD
 from parallel.comm import Work, start_all_gather, start_all_to_all
 from parallel.compression.codecs import Codec
 from parallel.compression.feedback import ErrorFeedback
@@ -60,12 +61,15 @@ class HopReduction:
         self.statistics, self.clock = no_statistics(device), Stopwatch(device)
         self._m = n // ranks
         held = [n // math.prod(sizes[:hop]) for hop in range(len(sizes) + 1)]  # values that a rank sums before each hop
-        self._feedback = [ErrorFeedback(h, options.residual_numbers, device, options.decay) for h in held]
+        self._feedback = [ErrorFeedback(h, options.residual_dtype, device, options.decay) for h in held]
 
         def wires(row_values: list[int], rows: list[int]) -> list[torch.Tensor]:
             shapes = [(r, codec.wire_bytes(m)) for r, m in zip(rows, row_values, strict=True)]
             return [torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes]
 
+        # Zeros in the last word of a parameter: a sign has no zero, and nobody keeps what they would owe.
+        torn = ((span.stop, -(-span.stop // WORD) * WORD) for span in spans)
+        self._padding = [(start, stop) for start, stop in torn if start < stop]
         self._sent, self._received = wires(held[1:], sizes), wires(held[1:], sizes)
         # What goes back over each hop, from the last one on: this rank's region, then those gathered so far.
         self._region = [wires([self._m], [math.prod(sizes[hop:])])[0] for hop in range(len(sizes), -1, -1)]
@@ -149,7 +153,11 @@ class HopReduction:
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         sent, feedback = self._sent[self._hop], self._feedback[self._hop]
         rows = sent.shape[0]
-        statistics = self._codec.encode(values.view(rows, -1), sent, *feedback.open(rows))
+        residual, new_residual = feedback.open(rows)
+        statistics = self._codec.encode(values.view(rows, -1), sent, residual, new_residual)
+        if new_residual is not None and self._hop == 0:
+            for start, stop in self._padding:
+                new_residual.view(-1)[start:stop].zero_()
         feedback.close()
         return statistics
 

@@ -21,11 +21,15 @@ _Job = tuple[Sequence[Callable[[], None]], "LaneWork"]
 
 
 class LaneWork:
-    """A reduction under way, as `parallel.comm.Work`; its wait raises what a phase raised."""
+    """A reduction under way, as `parallel.comm.Work`; its wait raises what a phase raised.
 
-    def __init__(self) -> None:
+    failed: called with that, on the phase's thread.
+    """
+
+    def __init__(self, failed: Callable[[BaseException], None] | None = None) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._failed = failed
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Raises RuntimeError where it isn't done after `timeout`."""
@@ -39,6 +43,8 @@ class LaneWork:
 
     def finish(self, error: BaseException | None = None) -> None:
         self._error = error
+        if error is not None and self._failed is not None:
+            self._failed(error)
         self._done.set()
 
 
@@ -66,6 +72,9 @@ class Lanes:
 
     On a CPU lane i is a thread that runs phase i of one bucket after the other; waits and encoding in C let the
     caller's Python run. On a GPU all phases are queued at once on one stream. Threads end with the last reference.
+
+    Where a phase fails, its lane sends nothing any more and later reductions fail with the same error: other ranks
+    would take a later bucket's message for the one that never came (gloo aborts the process where sizes differ).
     """
 
     def __init__(self, device: torch.device):
@@ -73,7 +82,10 @@ class Lanes:
         self._queues: list[queue.SimpleQueue[_Job | None]] = []
         weakref.finalize(self, _end, self._queues)
 
-    def submit(self, phases: Sequence[Callable[[], None]]) -> Work:
+    def submit(
+        self, phases: Sequence[Callable[[], None]], failed: Callable[[BaseException], None] | None = None
+    ) -> Work:
+        """failed: called on a lane's thread with what a phase raised; on a GPU, `submit` raises it."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -81,7 +93,7 @@ class Lanes:
                 event = torch.cuda.Event()
                 event.record()
             return _StreamWork(event)
-        work = LaneWork()
+        work = LaneWork(failed)
         if not phases:
             work.finish()
             return work
@@ -97,15 +109,18 @@ class Lanes:
 def _run_lane(lane: int, queues: list[queue.SimpleQueue[Any]]) -> None:
     """One thread: its phase of each job, then the job to the next lane."""
     mine = queues[lane]
+    failure: BaseException | None = None
     while (job := mine.get()) is not None:
         phases, work = job
-        try:
-            with torch.no_grad():
-                phases[lane]()
-        except BaseException as error:
-            work.finish(error)
-            continue
-        if lane + 1 < len(phases):
+        if failure is None:
+            try:
+                with torch.no_grad():
+                    phases[lane]()
+            except BaseException as error:
+                failure = error
+        if failure is not None:
+            work.finish(failure)
+        elif lane + 1 < len(phases):
             queues[lane + 1].put(job)
         else:
             work.finish()

@@ -119,7 +119,7 @@ class LowRankReduction:
         shapes = [span.shape for span in spans]
         self.bytes_sent = bytes_sent(shapes, options.rank, axes[0].size)
         self.statistics, self.clock = no_statistics(device), Stopwatch(device)
-        self._feedback = ErrorFeedback(n, options.residual_numbers, device, options.decay)
+        self._feedback = ErrorFeedback(n, options.residual_dtype, device, options.decay)
         self._first, self._second = (torch.zeros(m, device=device) for m in message_values(shapes, options.rank))
         self._own_q, self._last_q = torch.zeros_like(self._second), torch.zeros_like(self._second)
         self._matrices = self._lay_out()

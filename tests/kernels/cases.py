@@ -68,21 +68,50 @@ def cases(op: str, blocks: tuple[int, ...] = (32, 256, 4096), most: int = 40_000
 
 
 def draw(rows: int, m: int, block: int = 256) -> torch.Tensor:
-    """fp32 [rows, m], heavy-tailed, a hundredth of it zeros of both signs; blocks of zeros, of values around TINY and
-    of huge ones among them, from the second row's first block on.
+    """fp32 [rows, m], heavy-tailed, a hundredth of it and some words of 32 zeros of both signs; from the second block
+    on, of every eight some that are zero, below TINY, just TINY, huge, or halves, which lie between two codes of int4,
+    int8, and fp8 or bf16.
     """
     x_rm = torch.randn(rows, m) * torch.randn(rows, m).mul_(2).exp_()
     x_rm *= (torch.rand(rows, m) > 0.01).float()  # of both signs: a product with zero keeps the other's
-    blocks = x_rm[:, : m // block * block].unflatten(1, (-1, block)).flatten(0, 1)
-    for first, factor in ((1, TINY / 4), (2, 1e30), (3, 0.0), (4, TINY)):
-        blocks[first::5] = blocks[first::5] * factor
-    x_rm[:, : m // 8] *= (torch.rand(m // 8) > 0.5).float().repeat_interleave(32)[: m // 8]  # words of zeros
+    blocks = x_rm[:, : m // block * block].unflatten(1, (-1, block)).flatten(0, 1).clone()
+    unit = blocks / blocks.abs().amax(-1, keepdim=True)
+    for place, factor in ((1, TINY / 4), (2, TINY), (3, 1e30), (4, 0.0)):
+        blocks[place::8] = unit[place::8] * factor
+    for place, level in ((5, 7), (6, 127), (7, 448)):
+        halves = torch.randint(-2 * level, 2 * level + 1, blocks[place::8].shape).float() / 2
+        halves[:, :1] = level
+        blocks[place::8] = halves
+    x_rm[:, : m // block * block] = blocks.view(rows, -1)
+    words = torch.rand(rows, m // 32) > 0.1
+    x_rm[:, : m // 32 * 32] *= words.float().repeat_interleave(32, dim=1)
     return x_rm
 
 
 def differences(case: Case, run: Callable[..., Any], device: str = "cpu") -> list[str]:
     """What `run` (an implementation of case.op, or its public function) does otherwise than the reference, as texts."""
     return [f"{case}: {text}" for text in _COMPARE[case.op](case, run, device)]
+
+
+def spoilt(case: Case, run: Callable[..., Any], device: str = "cpu") -> list[str]:
+    """What an encoding op gets wrong where values are NaN or Inf: they are counted, and spoil their block alone."""
+    f = case.wire_format
+    assert f
+    x_rm = draw(case.rows, case.m, f.block)
+    bad_rm = x_rm.clone()
+    bad_rm[0, 5], bad_rm[0, 9], bad_rm[-1, -1] = torch.nan, torch.inf, -torch.inf
+    touched = torch.zeros(case.rows, case.m // f.block, dtype=torch.bool)
+    touched[0, 0] = touched[-1, -1] = True
+    clean = _encode(case, run, device, x_rm.to(device), f, shape=(case.rows, case.m))
+    found = _encode(case, run, device, bad_rm.to(device), f, shape=(case.rows, case.m))
+    decode = sign_unpack_reference if f.name == "sign" else dequantize_reference
+    pairs = [(decode(wire, f, torch.empty_like(x_rm)) for wire in (found[0], clean[0])), (found[1], clean[1])]
+    texts = [] if found[2][2] == 3 else [f"3 values aren't finite, {found[2][2]} were counted"]
+    for what, (a, b) in zip(("decoded", "new residual"), pairs, strict=True):
+        if a is not None and b is not None:
+            blocks = [values.unflatten(1, (-1, f.block))[~touched] for values in (a, b)]
+            texts += _unequal(f"{what} of other blocks", *blocks)
+    return [f"{case}: {text}" for text in texts]
 
 
 def usable(op: str, device: str) -> dict[str, Callable[..., Any]]:
@@ -231,7 +260,11 @@ def _compare_scatter_sum(case: Case, run: Callable[..., Any], device: str) -> It
 
 
 def _compare_bucket_pack(case: Case, run: Callable[..., Any], device: str) -> Iterator[str]:
-    values = torch.cat([draw(1, case.m - 4).flatten(), torch.tensor([7e4, 6e-8, -torch.inf, torch.nan])])
+    halves = torch.tensor([1, 3, 5, 7]) / 2  # between two neighbours, and between subnormal ones
+    special = [torch.tensor([7e4, 65520, 65519, -torch.inf, torch.nan]), halves * 2.0**-24]
+    special += [1 + halves * step for step in (2.0**-10, 2.0**-7)]
+    special_n = torch.cat(special)
+    values = torch.cat([draw(1, case.m - special_n.numel()).flatten(), special_n])
     sizes = [1, 0, case.m // 3, case.m - case.m // 3 - 1]
     tensors = [x.to(case.dtype).view(1, -1) for x in values.split(sizes)]
     for factor in (1.0, 1 / 3):

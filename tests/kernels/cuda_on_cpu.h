@@ -1,11 +1,10 @@
 // Runs CUDA kernels on a CPU, so that their logic is tested where there is no GPU: what our kernels use, nothing else.
-// Put before a .cu file by `g++ -include`. A thread block's threads are fibers that run in lockstep from one warp
-// operation or barrier to the next, in turns forwards and backwards, so that a missing barrier shows. Thread blocks run one after the
-// other. Device memory is shared memory, which other processes, the peers, open by its name.
+// Put before a .cu file by `g++ -include`. Threads are fibers, in lockstep from one warp operation to the next; a warp
+// runs as far as the next barrier before another does, first to last and last to first in turn, so that a missing
+// barrier shows. Thread blocks run one after the other. Device memory is shared memory, which peers open by its name.
 #pragma once
 
 #include <fcntl.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <ucontext.h>
@@ -91,27 +90,36 @@ const uint64_t* exchange(unsigned mask, T value) {
     const unsigned first = block.thread & ~31u;
     for (unsigned lane = first; lane < first + 32; lane++) {
         const Fiber& other = block.fibers[lane];
-        if (mask != ~0u || other.done || other.exchanges - fiber.exchanges > 1) fail("not all lanes of its warp are here");
+        if (mask != ~0u || other.done || other.exchanges - fiber.exchanges > 1) fail("lanes of its warp are elsewhere");
     }
     return &sent[first];
 }
 
-inline void run_block() {
-    bool forwards = true;
-    for (size_t left = block.fibers.size(); left; forwards = !forwards) {
-        size_t waiting = 0;
-        for (size_t turn = 0; turn < block.fibers.size(); turn++) {
-            block.thread = forwards ? turn : block.fibers.size() - 1 - turn;
+// A warp as far as it comes; whether all of its threads have ended.
+inline bool run_warp(unsigned first, bool forwards) {
+    for (bool more = true; more;) {
+        more = false;
+        for (unsigned turn = 0; turn < 32; turn++) {
+            block.thread = first + (forwards ? turn : 31 - turn);
             Fiber& fiber = block.fibers[block.thread];
-            if (!fiber.done && !fiber.at_barrier) {
-                threadIdx.x = block.thread;
-                swapcontext(&block.scheduler, &fiber.context);
-                left -= fiber.done;
-            }
-            waiting += fiber.at_barrier && !fiber.done;
+            if (fiber.done || fiber.at_barrier) continue;
+            threadIdx.x = block.thread;
+            swapcontext(&block.scheduler, &fiber.context);
+            more = true;
         }
-        if (waiting == left)
-            for (Fiber& fiber : block.fibers) fiber.at_barrier = false;
+    }
+    bool ended = true;
+    for (unsigned thread = first; thread < first + 32; thread++) ended = ended && block.fibers[thread].done;
+    return ended;
+}
+
+inline void run_block() {
+    const unsigned threads = block.fibers.size();
+    for (bool forwards = true, ended = false; !ended; forwards = !forwards) {
+        ended = true;
+        for (unsigned first = 0; first < threads; first += 32)
+            ended = run_warp(forwards ? first : threads - 32 - first, forwards) && ended;
+        for (Fiber& fiber : block.fibers) fiber.at_barrier = false;  // all that go on have come to it
     }
 }
 
@@ -166,10 +174,10 @@ inline uint32_t __float_as_uint(float x) {
     return bits;
 }
 
-// Another rank may need this processor to come here.
 inline void store_release_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
+// The rank that is waited for may need this processor.
 inline uint32_t load_acquire_system(const uint32_t* from) {
-    sched_yield();
+    usleep(20);
     return __atomic_load_n(from, __ATOMIC_ACQUIRE);
 }
 
@@ -182,7 +190,7 @@ constexpr unsigned cudaIpcMemLazyEnablePeerAccess = 1;
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "emulated error"; }
+inline const char* cudaGetErrorString(cudaError_t error) { return error ? "emulated error" : "no error"; }
 
 namespace emulation {
 inline std::map<void*, std::pair<std::string, size_t>> memory;

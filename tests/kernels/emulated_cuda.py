@@ -28,7 +28,7 @@ def compiler() -> str | None:
 @functools.cache
 def library(source: str, architecture: str = "") -> ctypes.CDLL:
     """What `kernels.cuda.library` returns, for the CPU. Many ranks at once: one compiles."""
-    emulated = build.load(source, compiler(), FLAGS, machine=HEADER.read_text(encoding="utf-8"))
+    emulated = build.load([source], [compiler()], FLAGS, machine=HEADER.read_text(encoding="utf-8"))
     emulated.error_text.restype = ctypes.c_char_p
     return emulated
 

@@ -46,11 +46,12 @@ def on_cpu() -> Iterator[None]:
 
 
 def values(rows: int, m: int) -> torch.Tensor:
-    """Of very different sizes, with zeros singly, by words and by blocks, and values too small to be told from zero."""
+    """Of very different sizes, with zeros singly, by words, by words but one, and values that count as zero."""
     x_rm = torch.randn(rows, m) * torch.exp(4 * torch.randn(rows, m // 32, 1)).expand(-1, -1, 32).reshape(rows, m)
     x_rm[torch.rand(rows, m) < 0.05] = 0.0
     empty = torch.rand(rows, m // 32) < 0.2
     x_rm[empty.repeat_interleave(32, dim=1)] = 0.0
+    x_rm.view(rows, -1, 32)[torch.rand(rows, m // 32) < 0.2, torch.randint(32, ())] = torch.randn(())
     x_rm[:, : m // 3] *= torch.tensor([1.0, 1e-33]).repeat_interleave(-(-rows // 2))[:rows, None]
     return x_rm
 

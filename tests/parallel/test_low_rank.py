@@ -190,7 +190,7 @@ def test_values_that_are_not_finite_are_counted_and_leave_with_their_step(seed: 
 def on_ranks(seed: int, residual: ResidualName) -> dict[str, Any]:
     """Some steps; this rank's results, and what it is off by in the sum over steps."""
     mesh = Mesh.create(Layout())
-    axes = (mesh.again("dp_cp", "there")[0], mesh.again("dp_cp", "back")[0])
+    axes = (mesh.communicators("dp_cp", "there")[0], mesh.communicators("dp_cp", "back")[0])
     buffer, spans, reduction = reduction_of(SHAPES, 4, axes, residual)
     torch.manual_seed(seed + mesh.rank)
     results, gradients = [], torch.zeros_like(buffer)

@@ -69,8 +69,8 @@ def wrong_sums(seed: int) -> list[str]:
         for calls in ((1 << 30) - 5, (1 << 30) + (1 << 29), (1 << 31) - 5):
             peers._calls = itertools.count(calls)
             for step in range(10):
-                if (step + axis.rank) % 4 == 0:
-                    time.sleep(0.002)  # every rank is sometimes the last
+                if step % axis.size == axis.rank:
+                    time.sleep(0.005)  # another one is the last each time
                 if not reduces(peers, 2000 * (step % 2) + 3, torch.float32, seed + step):
                     wrong.append(f"call {calls + step}")
         sent = axis.ledger.entries[axis.name, "all_reduce"].bytes
@@ -89,10 +89,11 @@ def left_over() -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"cuda_on_cpu_{os.getpid()}_*")]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (4, 8))])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_every_rank_gets_the_sum_in_rank_order(run_ranks: Callable[..., list[Any]], ranks: int) -> None:
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
+    emulated_cuda.library("peer_all_reduce.cu")  # compiled before the ranks' time runs
     assert run_ranks(ranks, wrong_sums, seed) == [[]] * ranks
 
 

@@ -89,6 +89,8 @@ def test_advice_on_a_codec_names_what_fp32_and_bf16_would_have_taken() -> None:
     assert "It pays on links below 3.36 Gbit/s" in text
     assert "leave --grad-compression out, or take bf16 (about 0.00781 s and" in text
     assert "bf16 (" not in compression_advice("bf16", DEAR)
+    more = compression_advice("topk", dataclasses.replace(DEAR, sent=17 * MIB))
+    assert "It pays on no link, since it sends more: leave" in more and "links below" not in more
     assert "below 400 Mbit/s" in compression_advice("int4", Exchange(sent=1e6, fp32=6e6, wire=0.01, codec=0.1))
 
 

@@ -8,13 +8,23 @@ from typing import Any
 import pytest
 
 from kernels.backend import BACKENDS, VARIABLE
+from kernels.select_top import ENTRY_BYTES
 from model.config import DeepSeekConfig
+from parallel.compression.options import CODECS, EXCLUDABLE, CompressionOptions, ResidualName, TransportName
 from tests.training.test_validate import arguments, config, errors  # noqa: F401 (fixtures)
-from training.arguments import Arguments, GradCompression, Kernels
+from training.arguments import Arguments, CompressionArguments, GradCompression, Kernels
 from training.command_line import from_yaml, parse, to_yaml
+from training.compression import _OPS
 from training.failures import ConfigurationError
 from training.validate import validate
-from training.validate_compression import compression_warnings
+from training.validate_compression import (
+    _DENSITY,
+    _ENTRY_BYTES,
+    _EXCLUDABLE,
+    _NO_RESIDUAL,
+    _USED,
+    compression_warnings,
+)
 
 ONE_STAGE = {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 1}
 
@@ -31,7 +41,7 @@ def asked(base: Arguments, codec: str, **flags: Any) -> Arguments:
         ("fp8", {"block_size": 32, "exclude": ("vector", "head")}),
         ("int8", {"block_size": 4096, "warmup_steps": 5, "residual": "int8", "decay": 0.5}),
         ("int4", {"inner_size": 1, "exclude": ()}),
-        ("1bit", {"block_size": 256}),
+        ("1bit", {"block_size": 256, "inner_size": 2}),
         ("topk", {"density": 1.0, "topk_transport": "gather"}),
         ("powersgd", {"rank": 1, "residual": "none"}),
         ("none", {}),
@@ -57,8 +67,8 @@ def test_each_codec_takes_its_parameters(
         ("int8", {"density": 0.1}, ["density 0.1 is for --grad-compression topk, not int8", "leave it out"]),
         ("int8", {"topk_transport": "gather"}, ["topk-transport gather is for", "topk, not int8"]),
         ("int8", {"rank": 4}, ["rank 4 is for --grad-compression powersgd, not int8"]),
-        ("topk", {"inner_size": 2}, ["inner-size 2 is for", "bf16, fp8, int8, int4, not topk"]),
-        ("1bit", {"inner_size": 2}, ["inner-size 2 is for", "not 1bit"]),
+        ("topk", {"inner_size": 2}, ["inner-size 2 is for", "bf16, fp8, int8, int4, 1bit, not topk"]),
+        ("powersgd", {"inner_size": 2}, ["inner-size 2 is for", "not powersgd"]),
         ("none", {"residual": "fp32"}, ["residual fp32 is for", "powersgd, not none"]),
         ("none", {"warmup_steps": 3}, ["warmup-steps 3 is for", "not none"]),
         ("none", {"exclude": ("vector",)}, ["exclude vector is for", "not none"]),
@@ -70,6 +80,7 @@ def test_each_codec_takes_its_parameters(
         ("int4", {"decay": -0.5}, ["decay -0.5", "above 0"]),
         ("int4", {"decay": 1.01}, ["decay 1.01", "at most 1"]),
         ("int4", {"decay": 0.9, "residual": "none"}, ["decay needs a residual", "leave one of them out"]),
+        ("bf16", {"decay": 0.9}, ["decay needs a residual and bf16 has none", "--grad-compression-residual"]),
         ("int4", {"exclude": ("vector", "norm")}, ["exclude norm: unknown", "vector router embedding head"]),
         ("int4", {"inner_size": 0}, ["inner-size 0", "at least 1"]),
         ("int4", {"inner_size": 4}, ["inner-size 4 doesn't divide the 2 ranks", "8 ranks / tensor 2 / pipeline 2"]),
@@ -145,6 +156,17 @@ def test_kernels_come_from_the_environment_unless_given() -> None:
     assert parse([], {}).compression.kernels is None
     with pytest.raises(ConfigurationError, match="KERNELS is 'tpu': set auto, torch"):
         parse([], {"KERNELS": "tpu"})
+
+
+def test_what_flags_know_without_torch_is_what_the_options_say() -> None:
+    assert set(typing.get_args(GradCompression)) == {"none", *CODECS} == set(_USED)
+    assert set(_OPS) == set(CODECS) and _EXCLUDABLE == EXCLUDABLE
+    assert _ENTRY_BYTES == ENTRY_BYTES and CompressionOptions("topk").density == _DENSITY
+    without = {codec for codec in CODECS if CompressionOptions(codec).residual_dtype == "none"}
+    assert without == set(_NO_RESIDUAL)
+    for name, words in (("residual", ResidualName), ("topk_transport", TransportName)):
+        of_flag, _ = typing.get_args(typing.get_type_hints(CompressionArguments)[f"grad_compression_{name}"])
+        assert typing.get_args(of_flag) == typing.get_args(words)
 
 
 def test_flags_of_compression_survive_the_command_line_and_yaml() -> None:

@@ -1,4 +1,4 @@
-"""One rank on each of two hosts, network namespaces of this machine, for benchmarks of what travels between them.
+"""One rank on each of several hosts, network namespaces of this machine, for benchmarks of what travels between them.
 
 Lives here: starting them and reading what rank 0 found. May import tests.simulated_hosts only (Linux, root, iproute2).
 """
@@ -17,20 +17,20 @@ from tests.simulated_hosts import SimulatedHosts
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_on_two_hosts(module: str, rate: str, passed: dict[str, Any]) -> Any:
-    """What rank 0 of `python -m module PASSED` printed, as JSON; one thread a rank.
+def run_on_hosts(count: int, module: str, rate: str | None, passed: dict[str, Any]) -> Any:
+    """What rank 0 of `python -m module PASSED` printed, as JSON; a rank on each of `count` hosts, one thread a rank.
 
-    rate: of each host's link, in tc's words; passed: handed over as JSON. Raises RuntimeError where a rank fails, whose
-    error is on the terminal then.
+    rate: of each host's link, in tc's words, None: as fast as memory; passed: handed over as JSON. Raises RuntimeError
+    where a rank fails, whose error is on the terminal then.
     """
-    with SimulatedHosts(2, rate) as hosts:
+    with SimulatedHosts(count, rate) as hosts:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # hosts have no names, which torch warns of
             "GLOO_SOCKET_IFNAME": hosts.interface,
             "MASTER_ADDR": hosts.addresses[0],
             "MASTER_PORT": "29500",
-            "WORLD_SIZE": "2",
+            "WORLD_SIZE": str(count),
             "PYTHONPATH": str(ROOT),
         }
         words = [sys.executable, "-m", module, json.dumps(passed)]
@@ -38,7 +38,7 @@ def run_on_two_hosts(module: str, rate: str, passed: dict[str, Any]) -> Any:
             subprocess.Popen(
                 hosts.command(rank, words), env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
             )
-            for rank in range(2)
+            for rank in range(count)
         ]
         output = [rank.communicate()[0] for rank in ranks]
     if failed := [rank for rank, process in enumerate(ranks) if process.returncode]:
