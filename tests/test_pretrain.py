@@ -35,8 +35,14 @@ FLAGS = [
     *("--train-iters", "4", "--eval-iters", "1", "--eval-interval", "2", "--save-interval", "2", "--lr", "1e-3"),
     *("--log-interval", "1", "--bigram-baseline"),
 ]
-# Runs the front door with something put in its way on one rank: FAULT is executed before it.
-FAULTY = "import os, sys\nexec(os.environ['FAULT'])\nimport pretrain_deepseek\npretrain_deepseek.main()\n"
+# Runs the front door, as it runs itself, with something put in its way on one rank: FAULT is executed before it.
+FAULTY = """
+import os, sys
+exec(os.environ['FAULT'])
+import pretrain_deepseek
+pretrain_deepseek.main()
+pretrain_deepseek.leave()
+"""
 STEP_FAULT = """
 from training.engine import Engine
 train_step, done = Engine.train_step, []
