@@ -50,7 +50,8 @@ class MicroBatch:
 
     labels[:, i] is the token after tokens[:, i]. All are of the whole sequence on every context rank, which cuts its
     part where it uses them: what MTP shifts is then right at the borders. denominators: set by `set_denominators`
-    before the first forward; q_rotation, k_rotation: of this rank's queries, of all keys.
+    before the first forward; q_rotation, k_rotation: of this rank's queries, of all keys; loss_gradient: what backward
+    begins with at a loss that is added inside a stage (the loss scale).
     """
 
     tokens: torch.Tensor
@@ -64,6 +65,7 @@ class MicroBatch:
     attention_mask: torch.Tensor | None = None
     routing: dict[int, Routing] = field(default_factory=dict)
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
+    loss_gradient: float = 1.0
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch with its data on `device`."""

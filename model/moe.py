@@ -101,7 +101,7 @@ class MoE(nn.Module):
         # 5. together
         out_lbh = combine(y_rh, order_r, place_tk, kept_tk).view_as(x_lbh)
         if auxiliary is not None:
-            out_lbh = _AttachLoss.apply(out_lbh, auxiliary)
+            out_lbh = _AttachLoss.apply(out_lbh, auxiliary, batch.loss_gradient)
         return out_lbh if shared is None else out_lbh + shared
 
     def _shared_first(self, x_lbh: torch.Tensor) -> torch.Tensor | None:
@@ -118,13 +118,13 @@ class MoE(nn.Module):
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Hands x through and gives `loss` the gradient 1 in backward, so a loss inside a stage needs no way out of it."""
+    """Hands x through and gives `loss` its gradient in backward, the loss scale: it needs no way out of its stage."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        ctx.loss_like = loss.new_ones(loss.shape)
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, gradient: float) -> torch.Tensor:
+        ctx.gradient = loss.new_full(loss.shape, gradient)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grads[0], ctx.loss_like
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grads[0], ctx.gradient, None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -44,6 +45,35 @@ def _call(method: weakref.WeakMethod[Callable[[nn.Parameter], None]], parameter:
     bound = method()
     if bound is not None:
         bound(parameter)
+
+
+class Gradients(Protocol):
+    """Where backward leaves its gradients, whoever reduces them: this file's reducer, or an engine of DeepSpeed."""
+
+    compression: Compression | None
+    compressing: bool
+    buckets: list[Bucket]
+
+    def set_loss_scale(self, scale: float) -> None: ...
+
+    def zero(self) -> None: ...
+
+    def expect(self, passes: Mapping[nn.Parameter, int]) -> None: ...
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+    def finish(self) -> None: ...
+
+    def compression_statistics(self) -> CompressionStatistics | None: ...
+
+    @property
+    def messages(self) -> int: ...
+
+    @property
+    def message_bytes(self) -> int: ...
+
+    @property
+    def exposed_seconds(self) -> float: ...
 
 
 class _ExposedTime:
@@ -112,6 +142,7 @@ class GradientReducer:
             (p, mesh.copies(sharding_of(p).pipeline_ranks)) for _, p in self.named if sharding_of(p).pipeline_ranks
         ]
         self._counted = [part for bucket in self.buckets for part in bucket.counted(mesh)]
+        self.set_loss_scale(1.0)
         self._watch = SyncWatch(mesh, patience)
         self._exposed = _ExposedTime(mesh.device)
         self._sync = True
@@ -136,6 +167,16 @@ class GradientReducer:
     def messages(self) -> int:
         """How many all-reduces one step takes on this rank, copies on other pipeline ranks aside."""
         return sum(bucket.axis.size > 1 for bucket in self.buckets)
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Losses are multiplied by this from now on, so gradients are divided by it as they are added up in fp32.
+
+        So main gradients, norm and residuals never carry it. For parameters in fp16; a power of two changes no bit.
+        """
+        self._factor = 1.0 / scale
+        for parameter in self.parameters:
+            assert scale == 1.0 or parameter.dtype != torch.float32, "an fp32 gradient is accumulated as it comes"
+            parameter.main_grad_factor = self._factor  # type: ignore[attr-defined]
 
     def zero(self) -> None:
         """Start a step: all main gradients 0."""
@@ -275,7 +316,7 @@ class GradientReducer:
         """Autograd's hook, for parameters whose layer doesn't add their gradient itself."""
         if parameter.dtype != torch.float32:
             assert parameter.grad is not None
-            parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+            parameter.main_grad.add_(parameter.grad, alpha=self._factor)  # type: ignore[attr-defined]
             parameter.grad = None
         self._on_added(parameter)
 

@@ -142,5 +142,5 @@ def _add_to_main(weight: nn.Parameter, gradient: Gradient) -> None:
     if weight.dtype == total.dtype:
         gradient(total)
     else:
-        total.add_(gradient(None))
+        total.add_(gradient(None), alpha=weight.main_grad_factor)  # type: ignore[attr-defined]
     weight.main_grad_added()  # type: ignore[attr-defined]

@@ -137,15 +137,23 @@ class TrainingArguments:
     """Sequences of one optimizer step over all ranks: a multiple of micro-batch size · data parallel size."""
     seq_length: int = 512
     """Tokens of a sequence: a multiple of tensor · context parallel size, and of 2 · context size above 1."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Numbers of weights and activations; bf16 keeps fp32 master weights and gradients."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Numbers of weights and activations; bf16 and fp16 keep fp32 master weights and gradients."""
+    loss_scale: Unset[float] = None
+    """For fp16: a constant loss scale, a power of two; by default it is dynamic, as the next four flags say."""
+    initial_loss_scale: Unset[float] = None
+    """For fp16: the loss scale at the start, a power of two; by default 65536."""
+    min_loss_scale: Unset[float] = None
+    """For fp16: the loss scale is never lowered below this; by default 1."""
+    loss_scale_window: Unset[int] = None
+    """For fp16: steps without overflow after which the loss scale doubles; by default 1000."""
+    hysteresis: Unset[int] = None
+    """For fp16: overflows in a row, without a doubling between them, that halve the loss scale; by default 1."""
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     """Activations computed again in the backward pass: none, all but each layer's input, or those of some modules."""
     recompute_modules: tuple[str, ...] = ()
     """For selective: of core_attn, mla_up_proj, layernorm, mlp, mlp_act, moe, moe_act, shared_experts; or deepseek:
     DeepSeek-V3's own, mla_up_proj layernorm mlp_act moe_act. By default core_attn."""
-    deepspeed_config: Unset[str] = None
-    """DeepSpeed's JSON file. Not supported yet: refused by name."""
     eval_interval: int = 100
     """Steps between validations; there is always one after the last step."""
     eval_iters: int = 10
@@ -189,10 +197,32 @@ class OptimizerArguments:
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Numbers in which Adam's first moment is kept (DeepSeek-V3: bf16); it is computed in fp32."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Numbers in which Adam's second moment is kept (DeepSeek-V3: bf16); it is computed in fp32."""
     weight_decay: float = 0.1
     """Weight decay."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True)
+class ZeroArguments:
+    """What is sharded over replicas, and what lies in the host's memory, by DeepSpeed; docs/zero.md says what when."""
+
+    zero_stage: Unset[Literal[0, 1, 2, 3]] = None
+    """What replicas share: 1 optimizer states, 2 gradients too, 3 parameters too; by default the file's, else 0."""
+    offload_optimizer: Unset[Literal["none", "cpu", "nvme"]] = None
+    """Where optimizer states and their step are: the device (none), the host's memory, or a disk (stage 3)."""
+    offload_param: Unset[Literal["none", "cpu", "nvme"]] = None
+    """For stage 3: where parameters lie when they aren't in use."""
+    nvme_path: Unset[str] = None
+    """For nvme: a directory on each node's own fast disk."""
+    deepspeed_config: Unset[str] = None
+    """DeepSpeed's JSON file. What it leaves out comes from flags; what contradicts them is refused."""
+    help_compositions: bool = False
+    """Print what goes with what (ZeRO stages, parallelism, offload, compression, precision) and leave."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +253,10 @@ class CheckpointArguments:
     """Directory of checkpoints; by default RUN/checkpoints."""
     load: Unset[str] = None
     """Another run's directory, or that of its checkpoints: start from the newest one, at its step."""
+    pretrained_checkpoint: Unset[str] = None
+    """Start, at step 0, from the 16-bit weights in this directory (see the next flag)."""
+    save_16bit_weights: bool = False
+    """With every checkpoint also save the model whole, in 16 bits, as safetensors that need no layout: .../weights."""
     save_interval: Unset[int] = None
     """Steps between checkpoints; by default there is only the one after the last step, which is always there."""
 
@@ -296,6 +330,7 @@ class Arguments:
     parallel: ParallelArguments = field(default_factory=ParallelArguments)
     training: TrainingArguments = field(default_factory=TrainingArguments)
     optimizer: OptimizerArguments = field(default_factory=OptimizerArguments)
+    zero: ZeroArguments = field(default_factory=ZeroArguments)
     data: DataArguments = field(default_factory=DataArguments)
     checkpoint: CheckpointArguments = field(default_factory=CheckpointArguments)
     logging: LoggingArguments = field(default_factory=LoggingArguments)

@@ -124,12 +124,12 @@ def load(engine: Engine, path: Path) -> Position:
             f"{path} was saved with --global-batch-size {meta['global_batch_size']}, this run has {batch}: the "
             f"schedule of the learning rate and the data would not fit together; use {meta['global_batch_size']}"
         )
-    engine.optimizer.prepare_moments(meta["step"])
+    engine.optimizer.prepare(meta["step"])
     with _quiet():
         import torch.distributed.checkpoint as dcp
 
         dcp.load(_state(engine), checkpoint_id=path, no_dist=engine.mesh.world_size == 1)
-    engine.optimizer.refresh_parameters()
+    engine.optimizer.written()
     engine.steps_done = meta["step"]
     residuals.load(engine.reducer, path)
     return Position(meta["step"], meta["consumed_samples"])
@@ -160,13 +160,13 @@ def _state(engine: Engine) -> dict[str, torch.Tensor]:
     """Every tensor of the run under its global name; loading writes into these very tensors."""
     mesh = engine.mesh
     device_meshes: dict[str, DeviceMesh] = {}
-    masters = engine.optimizer.masters
+    optimizer = engine.optimizer
     state: dict[str, torch.Tensor] = {}
-    for name, master in masters.items():
-        state[f"model.{name}"] = _global(master.detach(), sharding_of(master), mesh, device_meshes)
-    for kind, moments in engine.optimizer.moments().items():
-        for name, moment in moments.items():
-            state[f"optimizer.{kind}.{name}"] = _global(moment, sharding_of(masters[name]), mesh, device_meshes)
+    for name, parameter in optimizer.parameters.items():
+        sharding = sharding_of(parameter)
+        state[f"model.{name}"] = _global(optimizer.read(name).detach(), sharding, mesh, device_meshes)
+        for moment in optimizer.moments:
+            state[f"optimizer.{moment}.{name}"] = _global(optimizer.read(name, moment), sharding, mesh, device_meshes)
     for name, buffer in engine.named_buffers():
         state[f"model.{name}"] = buffer
     return state

@@ -29,6 +29,7 @@ from training.arguments import Arguments
 from training.compression import compression_options
 from training.optimizer import Optimizer
 from training.pipeline import layers_of_stages, placement_asked, schedule_of
+from training.update import OptimizerState, ReducedUpdate, Update
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -118,7 +119,9 @@ class Engine:
         )
         self.steps_done = 0
         """Steps of the run so far, those before a checkpoint was loaded included; not all of them were taken."""
-        self.optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
+        self.optimizer: OptimizerState
+        self.optimizer = optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
+        self.update: Update = ReducedUpdate(self.reducer, optimizer, arguments.optimizer.clip_grad)
         self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished)
         self.routers = routers(self.stages.values())
         self.moe_layers = [layer for layer in range(config.num_layers_with_mtp) if config.is_moe_layer(layer)]
@@ -146,22 +149,17 @@ class Engine:
         before = self.mesh.sent_bytes()
         self.forward_backward(microbatches)
         with _naming("the norm of the gradient"):
-            norm = self.reducer.clip(self.arguments.optimizer.clip_grad)
+            self.update.clip()
         loads, dropped = sum_counts(self.routers, self.mesh)
         counts = self._of_all_layers(loads, dropped)
         sent = {axis: now - before[axis] for axis, now in self.mesh.sent_bytes().items()}
         losses, sent = self._reported(microbatches, sent)
-        # What isn't finite must reach neither a parameter nor what is kept for the next step. All ranks see the same.
-        taken = all(map(math.isfinite, (norm.item(), *losses.values())))
+        norm, taken = self.update.step(lr, finite=all(map(math.isfinite, losses.values())))
         if taken:
-            self.optimizer.step(lr)
             update_router_bias(self.routers, loads, self.arguments.model.router_bias_update_rate)
-            self.reducer.commit()
-        else:
-            self.reducer.discard()
         self.steps_done += 1
         tokens = self._tokens(microbatches)
-        return StepResult(losses, norm.item(), tokens, counts[:, :-1], counts[:, -1], sent, taken)
+        return StepResult(losses, norm, tokens, counts[:, :-1], counts[:, -1], sent, taken)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch]) -> None:
         """The gradient of the global batch's loss in every `main_grad`, summed over all replicas. Collective."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel.mesh import Axis
 from parallel.sharding import sharding_of
 from training.arguments import OptimizerArguments
 
@@ -65,7 +66,7 @@ class Optimizer:
     """torch's AdamW or SGD over fp32 masters.
 
     An fp32 parameter is its own master; a bf16 one gets an fp32 copy that is stepped and rounded back. Weight decay is
-    decoupled in both optimizers and applies to matrices only (norm weights are vectors).
+    decoupled in both optimizers and applies to matrices only (norm weights are vectors). An `update.OptimizerState`.
     masters: global name -> fp32 tensor, this rank's block, carrying its parameter's `sharding`.
     """
 
@@ -92,8 +93,11 @@ class Optimizer:
             self.groups[0]["weight_decay"], self.groups[1]["weight_decay"] = arguments.weight_decay, 0.0
             betas = (arguments.adam_beta1, arguments.adam_beta2)
             self.inner: AdamW | torch.optim.SGD = AdamW(self.groups, arguments.lr, betas, arguments.adam_eps)
+            self.moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
         else:
             self.inner = torch.optim.SGD(self.groups, lr=arguments.lr, momentum=arguments.sgd_momentum)
+            self.moments = ("momentum_buffer",) if arguments.sgd_momentum else ()
+        self.prepare(0)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -105,32 +109,28 @@ class Optimizer:
         if self.arguments.optimizer == "sgd" and self.arguments.weight_decay:
             torch._foreach_mul_(self.groups[0]["params"], 1.0 - lr * self.arguments.weight_decay)
         self.inner.step()
-        self.refresh_parameters()
+        self.written()
 
-    @torch.no_grad()
-    def refresh_parameters(self) -> None:
-        """Round the masters to the parameters' dtype."""
-        if self._rounded:
-            torch._foreach_copy_([p for p, _ in self._rounded], [master for _, master in self._rounded])
+    def shards(self, name: str) -> Axis | None:
+        return None
 
-    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Optimizer state by kind ("exp_avg", "momentum_buffer", …), then global name; tensors shaped like the master.
+    def read(self, name: str, moment: str | None = None) -> torch.Tensor:
+        master = self.masters[name]
+        return master if moment is None else self.inner.state[master][moment]
 
-        Empty before the first step. The tensors are the live ones: loading copies into them.
-        """
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        for name, master in self.masters.items():
-            for kind, value in self.inner.state.get(master, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == master.shape and value.ndim:
-                    found.setdefault(kind, {})[name] = value
-        return found
+    def write(self, name: str, value: torch.Tensor, moment: str | None = None) -> None:
+        with torch.no_grad():
+            self.read(name, moment).copy_(value)
 
-    def prepare_moments(self, steps: int) -> None:
-        """Make the state as it is after `steps` steps, its values zero, so that a checkpoint can be loaded into it."""
+    def prepare(self, steps: int) -> None:
         for master in self.masters.values():
             state = self.inner.state[master]
             if self.arguments.optimizer == "adamw":
                 state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=master.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-            elif self.arguments.sgd_momentum:
-                state["momentum_buffer"] = torch.zeros_like(master)
+            for moment in self.moments:
+                state[moment] = torch.zeros_like(master)
+
+    @torch.no_grad()
+    def written(self) -> None:
+        if self._rounded:
+            torch._foreach_copy_([p for p, _ in self._rounded], [master for _, master in self._rounded])

@@ -56,7 +56,6 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
     errors = [
         *_check_ranges(arguments),
         *layout_errors(arguments, model_config, world_size),
-        *_check_not_yet(arguments),
         *_check_balance(arguments, model_config),
         *_check_recomputation(arguments),
         *_check_schedule(arguments),
@@ -142,12 +141,6 @@ def _check_ranges(arguments: Arguments) -> Iterator[str]:
     for name in _BELOW_ONE:
         if name in values and not 0 <= values[name] < 1:
             yield f"{flag_of(name)} {values[name]} must be at least 0 and below 1"
-
-
-def _check_not_yet(arguments: Arguments) -> Iterator[str]:
-    """Flags whose meaning is fixed (groups, checks) but which the model can't run with yet."""
-    if arguments.training.deepspeed_config is not None:
-        yield f"--deepspeed-config {arguments.training.deepspeed_config} isn't supported yet: leave it out"
 
 
 def _check_balance(arguments: Arguments, config: DeepSeekConfig) -> Iterator[str]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.comm import Work, connect, irecv, isend
-from parallel.gradients import GradientReducer
+from parallel.gradients import Gradients
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.check import check
 from parallel.pipeline.messages import Channel, Message, RankMessages
@@ -33,7 +33,8 @@ class PipelineRuntime:
     """Runs schedules over the stages of this rank.
 
     stages: the forward function of every stage this rank holds, mostly modules; dtype: of what is sent; finished:
-    called with a micro-batch when its last action on this rank is over, to free what it carried along.
+    called with a micro-batch when its last action on this rank is over, to free what it carried along; backward: what
+    differentiates a loss, autograd unless an engine owns the backward pass.
     """
 
     def __init__(
@@ -42,11 +43,15 @@ class PipelineRuntime:
         stages: Mapping[int, StageForward],
         dtype: torch.dtype,
         finished: Callable[[Any], None] | None = None,
+        backward: Callable[[torch.Tensor], None] | None = None,
     ):
         self.mesh = mesh
         self.stages = stages
         self.like = torch.empty(0, dtype=dtype, device=mesh.device)
         self.finished = finished
+        self.loss_gradient = 1.0
+        """What backward begins with at a loss: the loss scale. An engine that owns the backward has its own."""
+        self.backward = backward or self._differentiate
         self.running: _Step | None = None
         self.clock: ActionClock | None = None
         """Times the actions of the next runs; None: nothing is measured."""
@@ -61,7 +66,7 @@ class PipelineRuntime:
         schedule: Schedule,
         microbatches: Sequence[Any],
         shape: torch.Size,
-        reducer: GradientReducer | None = None,
+        reducer: Gradients | None = None,
     ) -> None:
         """Execute this rank's row of the table. Collective over the pipeline.
 
@@ -86,6 +91,9 @@ class PipelineRuntime:
         with torch.set_grad_enabled(self.running.training):
             self.running.run(row)
         self.running = None
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        loss.backward(torch.full_like(loss, self.loss_gradient))
 
     def doing(self) -> str | None:
         """What the pipeline does on this rank at this moment, for whoever ends it; None outside of a table."""
@@ -138,8 +146,8 @@ class _Step:
         self.sends: dict[int, tuple[Work, torch.Tensor]] = {}
         self.here: dict[tuple[int, int, int], torch.Tensor] = {}
         """What one stage of this rank has for another, by its direction, the other stage and the micro-batch."""
-        self.kept: dict[tuple[int, int], tuple[torch.Tensor | None, GradientEdge, torch.Tensor | None]] = {}
-        """Of a micro-batch on a stage: its input, where backward starts, and on the last stage the gradient there."""
+        self.kept: dict[tuple[int, int], tuple[torch.Tensor | None, GradientEdge | torch.Tensor]] = {}
+        """Of a micro-batch on a stage: its input, and where backward starts: an edge, on the last stage the loss."""
         self.deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def run(self, row: Sequence[Action]) -> None:
@@ -266,13 +274,15 @@ class _Step:
         if self.training:
             # The edge rather than the tensor: the output's values are freed once they were received.
             last = action.stage == self.schedule.stages - 1
-            start = torch.ones_like(output) if last else None
-            self.kept[action.stage, action.microbatch] = incoming, get_gradient_edge(output), start
+            self.kept[action.stage, action.microbatch] = incoming, output if last else get_gradient_edge(output)
         return output.detach()
 
     def _backward(self, action: Action, incoming: torch.Tensor | None) -> torch.Tensor | None:
-        entered, edge, start = self.kept.pop((action.stage, action.microbatch))
-        torch.autograd.backward((edge,), (incoming if start is None else start,))
+        entered, start = self.kept.pop((action.stage, action.microbatch))
+        if isinstance(start, torch.Tensor):
+            self.runtime.backward(start)
+        else:
+            torch.autograd.backward((start,), (incoming,))
         return None if entered is None else entered.grad
 
     def _hand_on(self, place: int, action: Action, outgoing: torch.Tensor | None) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from parallel.mesh import Layout, Mesh
+from parallel.sharding import sharding_of
 from tests.layouts import Job, Shard, flags_of, microbatches_of_step, shards
 from training import checkpoint
 from training.engine import Engine
@@ -36,11 +37,12 @@ def run(job: Job, first: int, last: int, load: str | None, save: str | None) -> 
     if save:
         progress = checkpoint.Position(last, last * job.global_batch)
         checkpoint.save(engine, Path(save), progress, "flags: none\n")
-    state: dict[str, torch.Tensor] = dict(engine.optimizer.masters)
-    for kind, moments in engine.optimizer.moments().items():
-        for name, moment in moments.items():
-            moment.sharding = engine.optimizer.masters[name].sharding
-            state[f"{kind}.{name}"] = moment
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in engine.optimizer.parameters.items():
+        for kind in (None, *engine.optimizer.moments):
+            value = engine.optimizer.read(name, kind).detach().clone()
+            value.sharding = sharding_of(parameter)
+            state[f"{kind}.{name}"] = value
     found: dict[str, Shard] = shards(state, mesh)
     for name, buffer in engine.named_buffers():
         found[name] = Shard(buffer.numpy().copy(), None, 0)
@@ -99,7 +101,6 @@ def test_any_layout_loads_what_another_saved(run_ranks: Callable[..., Any], tmp_
 def test_an_interrupted_save_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
     job = Job(overrides=SMALL, length=16)
     engine = Engine(job.model(), flags_of(job), Mesh.create(ONE))
-    engine.optimizer.prepare_moments(0)
     complete = checkpoint.save(engine, tmp_path, checkpoint.Position(7, 28), "")
     assert checkpoint.newest(tmp_path) == complete
     (tmp_path / ".step_00000008.partial").mkdir()
@@ -116,7 +117,6 @@ def test_an_interrupted_save_is_never_taken_for_a_checkpoint(tmp_path: Path) -> 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path: Path) -> None:
     job = Job(overrides=SMALL, length=16)
     engine = Engine(job.model(), flags_of(job), Mesh.create(ONE))
-    engine.optimizer.prepare_moments(0)
     path = checkpoint.save(engine, tmp_path, checkpoint.Position(1, 4), "")
     for changed, message in (
         (dataclasses.replace(job, overrides=SMALL | {"num_hidden_layers": 3}), "num_hidden_layers 4 there, 3 here"),

@@ -56,9 +56,9 @@ def batches_of(asked: Job, engine: Engine, step: int) -> list[Any]:
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Copies of all that a step changes: masters, moments, router biases, residuals."""
-    state = {f"master {name}": master for name, master in engine.optimizer.masters.items()}
-    for kind, moments in engine.optimizer.moments().items():
-        state |= {f"{kind} {name}": moment for name, moment in moments.items()}
+    optimizer = engine.optimizer
+    kinds = (None, *optimizer.moments)
+    state = {f"{kind} {name}": optimizer.read(name, kind) for name in optimizer.parameters for kind in kinds}
     state |= {f"buffer {name}": buffer for name, buffer in engine.named_buffers()}
     state |= {f"residual {name}": part for name, part in engine.reducer.residuals().items()}
     return {name: tensor.detach().clone() for name, tensor in state.items()}
