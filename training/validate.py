@@ -202,8 +202,8 @@ def _check_checkpoints(arguments: Arguments) -> Iterator[str]:
     load, weights = arguments.checkpoint.load, arguments.checkpoint.pretrained_checkpoint
     if load and weights:
         yield (
-            f"--load {load} and --pretrained-checkpoint {weights} exclude each other: the first goes on with a run, the "
-            "second starts one, at step 0, from weights alone"
+            f"--load {load} and --pretrained-checkpoint {weights} exclude each other: the first goes on with a run, "
+            "the second starts one, at step 0, from weights alone"
         )
     if weights and not Path(weights).is_dir():
         yield f"--pretrained-checkpoint {weights} is no directory: give one of a run, of a step or of weights"
