@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import nn
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of
 
+logger = logging.getLogger(__name__)
+
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the optimizer that DeepSpeed shards, from groups of "params" and "weight_decay"."""
 
@@ -28,45 +31,57 @@ LOG_LEVEL = "DEEPSPEED_LOG_LEVEL"
 
 
 class Mpu:
-    """The model-parallel unit that DeepSpeed asks for groups.
+    """The model-parallel unit that DeepSpeed asks for groups. Making one is collective over the world.
 
-    data: over whose ranks states are sharded; model: over which DeepSpeed would sum norms and overflows; tensor_rank:
-    this rank's place on the tp axis (a parameter that isn't split over tp counts in DeepSpeed's norm on rank 0 only).
+    shards: the axis over which states are cut; model: that over which DeepSpeed sums norms and overflows, with this
+    rank's place among tensor-parallel ones (a parameter that isn't split counts in DeepSpeed's norm on rank 0 only).
     """
 
-    def __init__(self, data: dist.ProcessGroup, model: dist.ProcessGroup, tensor_rank: int = 0):
-        self.data, self.model, self.tensor_rank = data, model, tensor_rank
+    def __init__(self, shards: Axis, model: Axis):
+        self.shards, self.model = shards, model
+        self._shards, self._model = _group(shards), _group(model)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.data
+        return self._shards
 
     def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self.data)
+        return self.shards.rank
 
     def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self.data)
+        return self.shards.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.model
+        return self._model
 
     def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self.model)
+        return self.model.rank
 
     def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self.model)
+        return self.model.size
 
     def get_tensor_model_parallel_rank(self) -> int:
-        return self.tensor_rank
+        return self.model.rank
 
 
-def group_of(axis: Axis) -> dist.ProcessGroup:
-    """The axis' process group; for an axis of one rank, which has none, a new one of that rank, as DeepSpeed wants it.
+def _group(axis: Axis) -> dist.ProcessGroup:
+    """The axis' group; for an axis of one rank, which has none, a new one of that rank, since DeepSpeed wants one.
 
-    Each rank must ask for the same ones in the same order (see `Mesh._axis`).
+    An axis is as long on every rank, so all make as many groups (see `Mesh._axis`).
     """
-    if axis.group is not None:
-        return axis.group
-    return dist.new_group([axis.ranks[0]], use_local_synchronization=True, group_desc=f"{axis.name}:alone")
+    return axis.group or dist.new_group(list(axis.ranks), use_local_synchronization=True, group_desc="alone")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What DeepSpeed, and torch's builder of its ops, print goes to this rank's log instead of the terminal."""
+    if LOG_LEVEL in os.environ:
+        yield
+        return
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        yield
+    if text := said.getvalue().strip():
+        logger.info("DeepSpeed: %s", text, extra={"terminal": False})
 
 
 def enter_deepspeed(mesh: Mesh) -> None:
@@ -77,9 +92,10 @@ def enter_deepspeed(mesh: Mesh) -> None:
     if mesh.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(mesh.device.index or 0))
-    from deepspeed.utils import logger
+    with quiet():
+        import deepspeed
 
-    logger.setLevel(os.environ.get(LOG_LEVEL, "ERROR").upper())
+    deepspeed.utils.logger.setLevel(os.environ.get(LOG_LEVEL, "ERROR").upper())
     if not dist.is_initialized():
         backend = "nccl" if mesh.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -92,9 +108,7 @@ def initialize(module: nn.Module, optimizer: torch.optim.Optimizer, config: dict
     """
     import deepspeed
 
-    # It prints too, past its logger.
-    quiet = contextlib.nullcontext() if LOG_LEVEL in os.environ else contextlib.redirect_stdout(io.StringIO())
-    with quiet:
+    with quiet():
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=copy.deepcopy(config), mpu=mpu)
     return engine
 
@@ -180,14 +194,15 @@ class ShardedOptimizer:
         # count and add up gradients, attributes) and takes from it (.grad) is then none of autograd's or the reducer's.
         self._stand_ins = {name: nn.Parameter(parameter.detach()) for name, parameter in self.parameters.items()}
         self._offloaded = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
-        alone = group_of(Axis("alone", (mesh.world.ranks[mesh.world.rank],), 0))
+        # DeepSpeed's own sums over model parallel ranks, of norm and overflow, aren't used here.
+        alone = Axis("alone", (mesh.world.ranks[mesh.world.rank],), 0)
         self.inner: list[torch.optim.Optimizer] = []
         """What `make` made: one for dense parameters, one for experts where this rank has some."""
         self.engines: list[Any] = []
         self.moments: tuple[str, ...] = ()
         for expert in (False, True):
             axis = mesh.edp if expert else mesh.dp_cp
-            group = axis.group or alone
+            mpu = Mpu(axis, alone)  # on every rank, whether it has parameters of this kind or not
             named = [
                 (name, self._stand_ins[name])
                 for name, parameter in self.parameters.items()
@@ -197,8 +212,9 @@ class ShardedOptimizer:
                 continue
             module = nn.Module()
             module.owned = nn.ParameterList(stand_in for _, stand_in in named)
-            inner = make(decay_groups(named, weight_decay))
-            engine = initialize(module, inner, config, Mpu(group, alone, mesh.tp.rank))
+            with quiet():
+                inner = make(decay_groups(named, weight_decay))
+            engine = initialize(module, inner, config, mpu)
             self.inner.append(inner)
             self.engines.append(engine)
             self.moments = link_moments(engine, inner)

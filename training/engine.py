@@ -7,7 +7,7 @@ import the rooms below. `trainer.py` is the loop around it; tests drive it direc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -118,11 +118,10 @@ class Engine:
         self.reducer: Gradients
         self.optimizer: OptimizerState
         self.update: Update
-        backward: Callable[[torch.Tensor], None] | None = None
         if zero_stage(arguments) > 1:
             zero = zero_engine(self.stages[0], self.named_parameters(), arguments, mesh)
             self.reducer = self.optimizer = self.update = zero
-            backward = zero.backward
+            self.runtime = PipelineRuntime(mesh, {0: zero}, self.dtype, MicroBatch.finished, zero.backward)
         else:
             reducer = GradientReducer(
                 self.named_parameters(),
@@ -140,7 +139,7 @@ class Engine:
                 optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
             self.reducer, self.optimizer = reducer, optimizer
             self.update = ReducedUpdate(reducer, optimizer, arguments.optimizer.clip_grad)
-        self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished, backward)
+            self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished)
         self.routers = routers(self.stages.values())
         self.moe_layers = [layer for layer in range(config.num_layers_with_mtp) if config.is_moe_layer(layer)]
         # Each communicator is used once, in one order on all ranks: none is then set up in the middle of a step.

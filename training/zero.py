@@ -65,15 +65,15 @@ def inner_optimizer(arguments: Arguments, groups: list[dict[str, Any]]) -> torch
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, optimizer.lr, betas=betas, eps=optimizer.adam_eps)
-    return FusedAdamW(AdamW([], optimizer.lr, betas, optimizer.adam_eps), groups)
+    return FusedAdamW(groups, optimizer.lr, betas, optimizer.adam_eps)
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """`training.optimizer.AdamW` as the optimizer of torch that DeepSpeed asks for."""
+    """`training.optimizer.AdamW` as an optimizer of torch, which DeepSpeed asks for."""
 
-    def __init__(self, kernel: AdamW, groups: list[dict[str, Any]]):
-        super().__init__(groups, {"lr": 0.0})
-        self.kernel = kernel
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self.kernel = AdamW([], lr, betas, eps)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Of the groups there are now: DeepSpeed puts one after the other into `param_groups`."""
