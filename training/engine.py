@@ -31,7 +31,7 @@ from training.optimizer import Optimizer
 from training.pipeline import layers_of_stages, placement_asked, schedule_of
 from training.update import OptimizerState, ReducedUpdate, Update
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -108,29 +108,21 @@ class Engine:
         for _, parameter in self.named_parameters():
             # Parameters only: buffers such as the router's bias stay fp32.
             parameter.data = parameter.data.to(self.dtype)
-        if (arguments.zero.zero_stage or 0) >= 2:
-            from training.zero import zero_engine
-
-            zero = zero_engine(self.stages[0], self.named_parameters(), mesh, arguments)
-            self.reducer = self.update = self.optimizer = zero
-            self.runtime = PipelineRuntime(mesh, {0: zero}, self.dtype, MicroBatch.finished, zero.backward)
-        else:
-            self.reducer = GradientReducer(
-                self.named_parameters(),
-                mesh,
-                arguments.distributed.bucket_cap_mb,
-                arguments.distributed.overlap_grad_reduce,
-                # The runtime never enters no_sync: only just before the group's timeout is a late rank a fault.
-                patience=0.9 * 60 * arguments.distributed.distributed_timeout_minutes,
-                compression=compression_options(arguments.compression),
-            )
-            self.steps_done = 0
-            """Steps of the run so far, those before a checkpoint was loaded included; not all of them were taken."""
-            self.optimizer: OptimizerState
-            self.optimizer = optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
-            self.update: Update = ReducedUpdate(self.reducer, optimizer, arguments.optimizer.clip_grad)
-            self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished)
+        self.reducer = GradientReducer(
+            self.named_parameters(),
+            mesh,
+            arguments.distributed.bucket_cap_mb,
+            arguments.distributed.overlap_grad_reduce,
+            # The runtime never enters no_sync: only just before the group's timeout is a late rank a fault.
+            patience=0.9 * 60 * arguments.distributed.distributed_timeout_minutes,
+            compression=compression_options(arguments.compression),
+        )
         self.steps_done = 0
+        """Steps of the run so far, those before a checkpoint was loaded included; not all of them were taken."""
+        self.optimizer: OptimizerState
+        self.optimizer = optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
+        self.update: Update = ReducedUpdate(self.reducer, optimizer, arguments.optimizer.clip_grad)
+        self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished)
         self.routers = routers(self.stages.values())
         self.moe_layers = [layer for layer in range(config.num_layers_with_mtp) if config.is_moe_layer(layer)]
         # Each communicator is used once, in one order on all ranks: none is then set up in the middle of a step.
