@@ -62,6 +62,7 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
         *_check_schedule(arguments),
         *compression_errors(arguments, world_size),
         *zero_errors(arguments, world_size),
+        *_check_checkpoints(arguments),
         *_check_data(arguments),
     ]
     if arguments.distributed.distributed_backend == "nccl" and gpus == 0:
@@ -197,6 +198,17 @@ def _check_schedule(arguments: Arguments) -> Iterator[str]:
             yield f"--lr-decay-style wsd needs --lr-wsd-decay-iters: say how many of the {decay} steps decay"
         elif not 1 <= wsd <= decay - warmup and warmup < decay:
             yield f"--lr-wsd-decay-iters {wsd} must be from 1 to the {decay - warmup} steps between warm-up and end"
+
+
+def _check_checkpoints(arguments: Arguments) -> Iterator[str]:
+    load, weights = arguments.checkpoint.load, arguments.checkpoint.pretrained_checkpoint
+    if load and weights:
+        yield (
+            f"--load {load} and --pretrained-checkpoint {weights} exclude each other: the first goes on with a run, "
+            "the second starts one, at step 0, from weights alone"
+        )
+    if weights and not Path(weights).is_dir():
+        yield f"--pretrained-checkpoint {weights} is no directory: give one of a run, of a step or of weights"
 
 
 def _check_data(arguments: Arguments) -> Iterator[str]:
