@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from parallel.gradients import GradientReducer
+from parallel.gradients import GradientReducer, Gradients
 from parallel.mesh import Mesh
 from training.failures import ConfigurationError
 
@@ -39,10 +39,11 @@ def belonging_to(reducer: GradientReducer) -> dict[str, Any]:
     return json.loads(json.dumps(facts))  # tuples as lists, as they are read back
 
 
-def save(reducer: GradientReducer, directory: Path) -> None:
+def save(reducer: Gradients, directory: Path) -> None:
     """This rank's file in `directory`/residuals, on disk on return. Not collective: wait for the others afterwards."""
     from safetensors.torch import save_file
 
+    assert isinstance(reducer, GradientReducer), "engines of DeepSpeed don't compress"
     folder = directory / DIRECTORY
     folder.mkdir(exist_ok=True)
     path = folder / _file(reducer.mesh.rank)
@@ -59,7 +60,7 @@ def save(reducer: GradientReducer, directory: Path) -> None:
             os.close(descriptor)
 
 
-def load(reducer: GradientReducer, directory: Path) -> None:
+def load(reducer: Gradients, directory: Path) -> None:
     """Fill the reducer's residuals from a checkpoint's directory, bit for bit where they fit; else they are zero.
 
     What isn't taken is told in one line that names both. After another --bucket-cap-mb only those of second shots start
@@ -70,6 +71,7 @@ def load(reducer: GradientReducer, directory: Path) -> None:
         if saved is not None:
             logger.info("%s holds residuals of %s; this run doesn't compress and leaves them", directory, _words(saved))
         return
+    assert isinstance(reducer, GradientReducer), "engines of DeepSpeed don't compress"
     ours = belonging_to(reducer)
     if saved != ours:
         differences = "none were saved"
