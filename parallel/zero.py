@@ -11,6 +11,7 @@ import copy
 import io
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -219,6 +220,8 @@ class ShardedOptimizer:
             self.inner.append(inner)
             self.engines.append(engine)
             self.moments = link_moments(engine, inner)
+            # Its hooks on stand-ins are a cycle that Python's collector doesn't see.
+            weakref.finalize(self, engine.destroy).atexit = False
             size = sum(stand_in.numel() * stand_in.element_size() for _, stand_in in named)
             self._gathered.append((axis, size * (axis.size - 1) / axis.size))
         for name, parameter in self.parameters.items():

@@ -32,8 +32,8 @@ EXPERTS = {"up": (2, 3, 5), "down": (2, 5, 3)}
 WIDE = {"matrix": (48, 64), "vector": (128,), "last": (64, 16)}
 SETS = {"odd": {**ODD, **EXPERTS}, "few": FEW, "wide": WIDE}
 BOUNDS = {"odd": 1e-6, "few": 1e-6, "wide": 0.0}
-"""Of the largest difference to the native optimizer. Kernels round otherwise in whole SIMD vectors than at ends, and borders
-of partitions move these; in "wide" there are no ends. DeepSpeedCPUAdam has an order of its own."""
+"""Of the largest difference to the native optimizer. Kernels round otherwise in whole SIMD vectors than at ends, which
+borders of partitions move; in "wide" there are no ends. DeepSpeedCPUAdam has an order of its own."""
 
 
 @dataclass
