@@ -114,4 +114,11 @@ def engine_config(arguments: Arguments) -> dict[str, Any]:
         # an fp16 parameter would get DeepSpeed's.
         zero |= {"contiguous_gradients": False, "compute_grad_norm": offloaded, "parameter_alignment": True}
         config |= {"gradient_clipping": 0.0, "fp16": {"enabled": False, "loss_scale": 1.0}}
+    else:
+        config["gradient_clipping"] = arguments.optimizer.clip_grad
+        zero["reduce_bucket_size"] = int(arguments.distributed.bucket_cap_mb * 2**20 / 4)
+        for what in ("optimizer", "param"):
+            device = getattr(arguments.zero, f"offload_{what}") or "none"
+            if device != "none":
+                zero[f"offload_{what}"] = {"device": device, "nvme_path": arguments.zero.nvme_path}
     return config
