@@ -6,7 +6,7 @@ import the rooms below. DeepSpeed is imported inside functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from parallel.mesh import Mesh
 from training.arguments import Arguments
-from training.optimizer import AdamW
+from training.optimizer import AdamW, moment_dtypes
 
 if TYPE_CHECKING:
     from parallel.zero import ShardedOptimizer
@@ -65,15 +65,22 @@ def inner_optimizer(arguments: Arguments, groups: list[dict[str, Any]]) -> torch
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, optimizer.lr, betas=betas, eps=optimizer.adam_eps)
-    return FusedAdamW(groups, optimizer.lr, betas, optimizer.adam_eps)
+    return FusedAdamW(groups, optimizer.lr, betas, optimizer.adam_eps, moment_dtypes(optimizer))
 
 
 class FusedAdamW(torch.optim.Optimizer):
     """`training.optimizer.AdamW` as an optimizer of torch, which DeepSpeed asks for."""
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float):
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        moments: Mapping[str, torch.dtype],
+    ):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        self.kernel = AdamW([], lr, betas, eps)
+        self.kernel = AdamW([], lr, betas, eps, moments)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Of the groups there are now: DeepSpeed puts one after the other into `param_groups`."""
