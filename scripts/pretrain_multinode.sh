@@ -106,9 +106,10 @@ check_memory() {
 }
 
 main() {
-  if has_flag help || [[ ${FLAGS[0]:-} == -h ]]; then
+  if has_flag help || has_flag help-compositions || [[ ${FLAGS[0]:-} == -h ]]; then
     if [[ ${PREPARE:-1} != 0 ]]; then prepare_environment run; else find_environment; fi
-    exec "$PYTHON" "$ROOT/pretrain_deepseek.py" --help
+    if has_flag help-compositions; then FLAGS=(--help-compositions); else FLAGS=(--help); fi
+    exec "$PYTHON" "$ROOT/pretrain_deepseek.py" "${FLAGS[@]}"
   fi
   choose_nodes
   check_network

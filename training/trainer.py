@@ -45,6 +45,7 @@ from training.progress import Progress
 from training.run_directory import Start
 from training.schedule import LearningRateSchedule, lr_at
 from training.validate_compression import compression_warnings
+from training.validate_zero import zero_warnings
 from training.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -331,8 +332,9 @@ class Trainer:
             logger.info("%s", self._stages_in_words())
         if said := what_is_compressed(self.engine.reducer):
             logger.info("%s", said)
-        for warning in compression_warnings(self.arguments, self.mesh.world_size) if self.writes else ():
-            logger.warning("%s", warning)
+        for warnings in (compression_warnings, zero_warnings) if self.writes else ():
+            for warning in warnings(self.arguments, self.mesh.world_size):
+                logger.warning("%s", warning)
         logger.info("torch %s, pipeline layers %s", torch.__version__, self._layers_here(), extra={"terminal": False})
 
     def _stages_in_words(self) -> str:

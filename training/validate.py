@@ -2,7 +2,7 @@
 
 May import model.config, data.blend and the standard library; free of torch. Each check gives errors that name the
 numbers and the fix, and all of them are shown at once. Those of the layout are in `validate_layout`, those of
-compressed gradients in `validate_compression`, those of dtypes and the loss scale in `validate_precision`.
+compressed gradients in `validate_compression`, of numbers in `validate_precision`, of ZeRO in `validate_zero`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from training.run_directory import earlier_run_error
 from training.validate_compression import compression_errors
 from training.validate_layout import flag_of, layout_errors
 from training.validate_precision import precision_errors
+from training.validate_zero import zero_errors
 
 if TYPE_CHECKING:
     from model.config import DeepSeekConfig
@@ -62,6 +63,7 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
         *_check_schedule(arguments),
         *compression_errors(arguments, world_size),
         *precision_errors(arguments),
+        *zero_errors(arguments, world_size),
         *_check_checkpoints(arguments),
         *_check_data(arguments),
     ]

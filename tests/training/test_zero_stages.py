@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from parallel.mesh import Layout, Mesh
 from tests.layouts import Job, Shard, flags_of, microbatches_of_step, shards
