@@ -81,7 +81,6 @@ RESUMED = [
             job_of(zero_stage=1, grad_compression="int8"),
             job_of(zero_stage=1, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"),
             job_of(zero_stage=1, precision="fp16", initial_loss_scale=1024.0, loss_scale_window=3),
-            job_of(zero_stage=3, precision="fp16", initial_loss_scale=1024.0, loss_scale_window=3),
             job_of(zero_stage=2),
             job_of(zero_stage=2, offload_optimizer="cpu", precision="bf16"),
             job_of(zero_stage=3),
