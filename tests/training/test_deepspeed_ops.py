@@ -123,7 +123,12 @@ def test_one_rank_compiles_once_and_tells_how_far_it_is(run_ranks: RunRanks, wor
 
 
 def test_what_the_compiler_said_last_reaches_all_ranks(run_ranks: RunRanks, workshop: dict[str, str]) -> None:
-    errors = [error for _, error in run_ranks(2, ask, workshop | {"BROKEN": "tiny_op.cpp:3: error: no such thing"}, 1, timeout=300.0)]
+    errors = [
+        error
+        for _, error in run_ranks(
+            2, ask, workshop | {"BROKEN": "tiny_op.cpp:3: error: no such thing"}, 1, timeout=300.0
+        )
+    ]
     assert errors[0] == errors[1]
     assert "tiny_op.cpp:3: error: no such thing" in errors[0] and "--tiny needs DeepSpeed's op tiny_op" in errors[0]
     assert "What works without it: all but --tiny" in errors[0] and "Traceback" not in errors[0]

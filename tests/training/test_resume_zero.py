@@ -15,7 +15,7 @@ from parallel.mesh import Layout, Mesh
 from tests.layouts import Job, flags_of, microbatches_of_step
 from tests.training.test_checkpoint import EIGHT, SMALL, assembled, assert_identical
 from tests.training.test_checkpoint_zero import state_of
-from tests.training.test_weights import logits_of
+from tests.training.test_weights import logits_of, rounded
 from training import checkpoint
 from training.engine import Engine
 from training.weights import load_weights
@@ -101,16 +101,20 @@ def test_ten_steps_equal_five_saved_loaded_and_five_more_under_zero(
     check_resumed(run_ranks(ranks, saved_and_resumed, jobs, str(tmp_path), timeout=500.0), jobs)
 
 
-def go_on(job: Job, path: str | None, save: str, steps: int) -> dict[str, Any]:
-    """Load what there is, take `steps` steps, save, and take two more."""
+def go_on(job: Job, path: str | None, save: str, steps: int, weights: str | None = None) -> dict[str, Any]:
+    """Load what there is, take `steps` steps, save, and take two more; then start from 16-bit weights."""
     engine = Engine(job.model(), flags_of(job), Mesh.create(job.layout))
     position = checkpoint.load(engine, Path(path)) if path else checkpoint.Position(0, 0)
     loaded = state_of(engine)
     train(engine, job, position.step, position.step + steps)
     position = checkpoint.Position(position.step + steps, (position.step + steps) * job.global_batch)
     checkpoint.save(engine, Path(save), position, "")
-    saved = state_of(engine)
-    return {"loaded": loaded, "saved": saved, "losses": train(engine, job, position.step, position.step + 2)}
+    found = {"loaded": loaded, "saved": state_of(engine)}
+    found["losses"] = train(engine, job, position.step, position.step + 2)
+    if weights:
+        load_weights(engine, Path(weights))
+        found["started"] = state_of(engine)
+    return found
 
 
 def whole(results: list[dict[str, Any]], kind: str) -> dict[str, np.ndarray]:
@@ -138,6 +142,8 @@ LOADERS = [
     ("ranks", "job", "loaders"),
     [
         pytest.param(2, job_of(zero_stage=3, save_16bit_weights=True), [], id="stage 3"),
+        pytest.param(2, job_of(zero_stage=2, save_16bit_weights=True), [], marks=pytest.mark.full, id="stage 2"),
+        pytest.param(8, job_of(EIGHT, zero_stage=1, save_16bit_weights=True), [], marks=pytest.mark.full, id="stage 1"),
         pytest.param(2, job_of(zero_stage=3), LOADERS, marks=pytest.mark.full, id="stage 3 by all"),
         pytest.param(4, job_of(Layout(tp=2), zero_stage=2), LOADERS, marks=pytest.mark.full, id="stage 2 by all"),
         pytest.param(8, job_of(EIGHT, zero_stage=1), LOADERS, marks=pytest.mark.full, id="stage 1 by all"),
@@ -150,14 +156,17 @@ def test_any_stage_loads_what_another_saved(
     saved = run_ranks(ranks, go_on, job, None, str(tmp_path / "a"), 2)
     step, one = tmp_path / "a" / "step_00000002", job_of()
     plain = run_ranks(1, go_on, one, str(step), str(tmp_path / "b"), 0)
-    again = run_ranks(ranks, go_on, job, str(tmp_path / "b" / "step_00000002"), str(tmp_path / "c"), 0)
+    with_weights = bool(job.flags.get("save_16bit_weights"))
+    given = str(step / "weights") if with_weights else None
+    again = run_ranks(ranks, go_on, job, str(tmp_path / "b" / "step_00000002"), str(tmp_path / "c"), 0, given)
     expected = whole(saved, "saved")
     for results in (plain, again):
         assert_identical(whole(results, "loaded"), expected)
         check_next(results, saved)
     assert json.loads((step / "meta.json").read_text())["zero_stage"] == job.flags["zero_stage"]
-    if job.flags.get("save_16bit_weights"):
+    if with_weights:
         check_weights(step, one)
+        assert_identical(whole(again, "started"), rounded(expected))
     for number, (size, loader) in enumerate(loaders):
         results = run_ranks(size, go_on, loader, str(step), str(tmp_path / f"of_{number}"), 0, timeout=300.0)
         assert_identical(whole(results, "loaded"), expected)
