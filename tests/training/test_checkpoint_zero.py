@@ -34,14 +34,16 @@ def state_of(engine: Engine) -> dict[str, Shard]:
 
 
 def random_state(engine: Engine, seed: int) -> None:
-    """Moments as after many steps, and router biases; the same in any layout is not asked for."""
+    """Masters, moments and router biases, on one rank."""
     generator = torch.Generator().manual_seed(seed)
     for name in engine.optimizer.parameters:
-        for moment in engine.optimizer.moments:
-            whole = torch.rand(engine.optimizer.read(name).shape, generator=generator)
-            engine.optimizer.write(name, whole, moment)
+        for moment in (None, *engine.optimizer.moments):
+            value = engine.optimizer.read(name, moment)
+            drawn = torch.randn(value.shape, generator=generator) * value.shape[-1] ** -0.5
+            engine.optimizer.write(name, drawn + (value.ndim == 1), moment)
+    engine.optimizer.written()
     for _, buffer in engine.named_buffers():
-        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
 
 
 def shared_to_and_from(job: Job, plain: str, shared: str, chunk: int) -> dict[str, Any]:

@@ -38,67 +38,52 @@ def train(engine: Engine, job: Job, first: int, last: int) -> list[tuple[float, 
     return [(result.losses["lm"], result.grad_norm) for result in results]
 
 
-def saved_and_resumed(jobs: list[Job], directory: str) -> list[dict[str, Any]]:
-    """On each rank, for each job: ten steps with a save in the middle, beside an engine that loads it and goes on."""
-    found, half = [], STEPS // 2
-    for number, job in enumerate(jobs):
-        engine = Engine(job.model(), flags_of(job), Mesh.create(job.layout))
-        train(engine, job, 0, half)
-        position = checkpoint.Position(half, half * job.global_batch)
-        path = checkpoint.save(engine, Path(directory) / str(number), position, "")
-        saved = state_of(engine)
-        losses = train(engine, job, half, STEPS)
-        other = Engine(job.model(), flags_of(job), engine.mesh)
-        assert checkpoint.load(other, path) == position and other.steps_done == half
-        loaded = state_of(other)
-        resumed = train(other, job, half, STEPS)
-        assert engine.loss_scale is None or engine.loss_scale.state() == other.loss_scale.state()
-        found.append({"losses": losses, "resumed": resumed, "saved": saved, "loaded": loaded})
-        found[-1] |= {"ended": state_of(engine), "ended resumed": state_of(other)}
+def saved_and_resumed(job: Job, directory: str) -> dict[str, Any]:
+    """On each rank: ten steps with a save in the middle, beside an engine that loads it and goes on."""
+    half = STEPS // 2
+    engine = Engine(job.model(), flags_of(job), Mesh.create(job.layout))
+    train(engine, job, 0, half)
+    position = checkpoint.Position(half, half * job.global_batch)
+    path = checkpoint.save(engine, Path(directory), position, "")
+    found: dict[str, Any] = {"saved": state_of(engine), "losses": train(engine, job, half, STEPS)}
+    other = Engine(job.model(), flags_of(job), engine.mesh)
+    assert checkpoint.load(other, path) == position and other.steps_done == half
+    found |= {"loaded": state_of(other), "resumed": train(other, job, half, STEPS)}
+    found |= {"ended": state_of(engine), "ended resumed": state_of(other)}
+    scales = [None if e.loss_scale is None else e.loss_scale.state() for e in (engine, other)]
+    assert scales[0] == scales[1]
     return found
 
 
-def check_resumed(results: list[list[dict[str, Any]]], jobs: list[Job]) -> None:
-    for number, _ in enumerate(jobs):
-        of_ranks = [rank[number] for rank in results]
-        states = {
-            kind: assembled([{"state": rank[kind]} for rank in of_ranks])
-            for kind in ("saved", "loaded", "ended", "ended resumed")
-        }
-        assert_identical(states["loaded"], states["saved"])
-        assert all(rank["resumed"] == rank["losses"] for rank in of_ranks)
-        assert_identical(states["ended resumed"], states["ended"])
+FP16 = {"precision": "fp16", "initial_loss_scale": 1024.0, "loss_scale_window": 3}
+RESUMED = {
+    "1": (2, job_of(zero_stage=1)),
+    "1 bf16": (2, job_of(zero_stage=1, precision="bf16")),
+    "1 bf16 moments": (2, job_of(zero_stage=1, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")),
+    "1 fp16": (2, job_of(zero_stage=1, **FP16)),
+    "1 sgd": (2, job_of(zero_stage=1, optimizer="sgd")),
+    "1 offloaded": (2, job_of(zero_stage=1, offload_optimizer="cpu")),
+    "1 int8": (2, job_of(zero_stage=1, grad_compression="int8")),
+    "1 tp2-pp2-dp2-ep2": (8, job_of(EIGHT, zero_stage=1)),
+    "2": (2, job_of(zero_stage=2)),
+    "2 bf16 offloaded": (2, job_of(zero_stage=2, offload_optimizer="cpu", precision="bf16")),
+    "3": (2, job_of(zero_stage=3)),
+    "3 bf16": (2, job_of(zero_stage=3, precision="bf16")),
+    "3 offloaded": (2, job_of(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")),
+}
 
 
-RESUMED = [
-    pytest.param(2, [job_of(zero_stage=1)], id="dp2"),
-    pytest.param(
-        2,
-        [
-            job_of(zero_stage=1, precision="bf16"),
-            job_of(zero_stage=1, offload_optimizer="cpu"),
-            job_of(zero_stage=1, optimizer="sgd"),
-            job_of(zero_stage=1, grad_compression="int8"),
-            job_of(zero_stage=1, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"),
-            job_of(zero_stage=1, precision="fp16", initial_loss_scale=1024.0, loss_scale_window=3),
-            job_of(zero_stage=2),
-            job_of(zero_stage=2, offload_optimizer="cpu", precision="bf16"),
-            job_of(zero_stage=3),
-            job_of(zero_stage=3, precision="bf16"),
-            job_of(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"),
-        ],
-        marks=pytest.mark.full,
-        id="dp2, all stages",
-    ),
-    pytest.param(8, [job_of(EIGHT, zero_stage=1)], marks=pytest.mark.full, id="tp2 pp2 dp2 ep2"),
-]
-
-
-@pytest.mark.parametrize(("ranks", "jobs"), RESUMED)
+@pytest.mark.parametrize(
+    "case", ["1", *(pytest.param(name, marks=pytest.mark.full) for name in RESUMED if name != "1")]
+)
 def test_ten_steps_equal_five_saved_loaded_and_five_more_under_zero(
-    run_ranks: Callable[..., Any], tmp_path: Path, ranks: int, jobs: list[Job]
+    run_ranks: Callable[..., Any], tmp_path: Path, case: str
 ) -> None:
-    check_resumed(run_ranks(ranks, saved_and_resumed, jobs, str(tmp_path), timeout=500.0), jobs)
+    ranks, job = RESUMED[case]
+    results = run_ranks(ranks, saved_and_resumed, job, str(tmp_path), timeout=250.0)
+    assert_identical(whole(results, "loaded"), whole(results, "saved"))
+    assert all(rank["resumed"] == rank["losses"] for rank in results)
+    assert_identical(whole(results, "ended resumed"), whole(results, "ended"))
 
 
 def go_on(job: Job, path: str | None, save: str, steps: int, weights: str | None = None) -> dict[str, Any]:
@@ -127,50 +112,54 @@ def check_next(results: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
             assert found[0] == pytest.approx(wanted[0], rel=1e-5) and found[1] == pytest.approx(wanted[1], rel=1e-3)
 
 
-LOADERS = [
-    (2, job_of(zero_stage=1)),
-    (2, job_of(zero_stage=2)),
-    (2, job_of(zero_stage=3, offload_optimizer="cpu")),
-    (2, job_of(Layout(tp=2))),
-    (4, job_of(Layout(tp=2), zero_stage=2)),
-    (4, job_of(Layout(cp=2), zero_stage=3)),
-    (8, job_of(EIGHT, zero_stage=1)),
-]
-
-
 @pytest.mark.parametrize(
-    ("ranks", "job", "loaders"),
+    ("ranks", "job"),
     [
-        pytest.param(2, job_of(zero_stage=3, save_16bit_weights=True), [], id="stage 3"),
-        pytest.param(2, job_of(zero_stage=2, save_16bit_weights=True), [], marks=pytest.mark.full, id="stage 2"),
-        pytest.param(8, job_of(EIGHT, zero_stage=1, save_16bit_weights=True), [], marks=pytest.mark.full, id="stage 1"),
-        pytest.param(2, job_of(zero_stage=3), LOADERS, marks=pytest.mark.full, id="stage 3 by all"),
-        pytest.param(4, job_of(Layout(tp=2), zero_stage=2), LOADERS, marks=pytest.mark.full, id="stage 2 by all"),
-        pytest.param(8, job_of(EIGHT, zero_stage=1), LOADERS, marks=pytest.mark.full, id="stage 1 by all"),
+        pytest.param(2, job_of(zero_stage=3, save_16bit_weights=True), id="stage 3"),
+        pytest.param(2, job_of(zero_stage=2, save_16bit_weights=True), marks=pytest.mark.full, id="stage 2"),
+        pytest.param(8, job_of(EIGHT, zero_stage=1, save_16bit_weights=True), marks=pytest.mark.full, id="stage 1"),
     ],
 )
-def test_any_stage_loads_what_another_saved(
-    run_ranks: Callable[..., Any], tmp_path: Path, ranks: int, job: Job, loaders: list[tuple[int, Job]]
+def test_zero_and_plain_runs_load_what_the_other_saved(
+    run_ranks: Callable[..., Any], tmp_path: Path, ranks: int, job: Job
 ) -> None:
-    """Saved under ZeRO, loaded and saved by one plain rank, loaded by the first layout again, then by `loaders`."""
+    """Saved under ZeRO, loaded and saved by one plain rank, loaded under ZeRO again; the 16-bit weights too."""
     saved = run_ranks(ranks, go_on, job, None, str(tmp_path / "a"), 2)
     step, one = tmp_path / "a" / "step_00000002", job_of()
     plain = run_ranks(1, go_on, one, str(step), str(tmp_path / "b"), 0)
-    with_weights = bool(job.flags.get("save_16bit_weights"))
-    given = str(step / "weights") if with_weights else None
+    given = str(step / "weights")
     again = run_ranks(ranks, go_on, job, str(tmp_path / "b" / "step_00000002"), str(tmp_path / "c"), 0, given)
     expected = whole(saved, "saved")
     for results in (plain, again):
         assert_identical(whole(results, "loaded"), expected)
         check_next(results, saved)
     assert json.loads((step / "meta.json").read_text())["zero_stage"] == job.flags["zero_stage"]
-    if with_weights:
-        check_weights(step, one)
-        assert_identical(whole(again, "started"), rounded(expected))
-    for number, (size, loader) in enumerate(loaders):
-        results = run_ranks(size, go_on, loader, str(step), str(tmp_path / f"of_{number}"), 0, timeout=300.0)
-        assert_identical(whole(results, "loaded"), expected)
-        check_next(results, saved)
+    check_weights(step, one)
+    assert_identical(whole(again, "started"), rounded(expected))
+
+
+RUNS = {
+    "plain tp2": (2, job_of(Layout(tp=2))),
+    "1 tp2-pp2-dp2-ep2": (8, job_of(EIGHT, zero_stage=1)),
+    "1 dp2 offloaded": (2, job_of(zero_stage=1, offload_optimizer="cpu")),
+    "2 tp2-dp2": (4, job_of(Layout(tp=2), zero_stage=2)),
+    "3 cp2-dp2": (4, job_of(Layout(cp=2), zero_stage=3)),
+    "3 dp2 offloaded": (2, job_of(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")),
+}
+PAIRS = [*zip(RUNS, [*list(RUNS)[1:], *list(RUNS)[:1]], strict=True), *zip(reversed(RUNS), list(reversed(RUNS))[2:])]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("saver", "loader"), PAIRS)
+def test_any_layout_and_stage_loads_what_another_saved(
+    run_ranks: Callable[..., Any], tmp_path: Path, saver: str, loader: str
+) -> None:
+    (ranks, job), (others, other) = RUNS[saver], RUNS[loader]
+    saved = run_ranks(ranks, go_on, job, None, str(tmp_path / "a"), 2)
+    path = str(tmp_path / "a" / "step_00000002")
+    results = run_ranks(others, go_on, other, path, str(tmp_path / "b"), 0)
+    assert_identical(whole(results, "loaded"), whole(saved, "saved"))
+    check_next(results, saved)
 
 
 def check_weights(step: Path, one: Job) -> None:
