@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from model.microbatch import MicroBatch, set_denominators
 from model.options import ModelOptions
 from model.router import routers, sum_counts, update_router_bias
 from parallel.comm import all_reduce_, barrier
-from parallel.gradients import GradientReducer
+from parallel.gradients import GradientReducer, Gradients
 from parallel.mesh import Mesh
 from parallel.pipeline.runtime import PipelineRuntime
 from parallel.pipeline.schedule import Schedule
@@ -29,9 +30,12 @@ from training.arguments import Arguments
 from training.compression import compression_options
 from training.optimizer import Optimizer
 from training.pipeline import layers_of_stages, placement_asked, schedule_of
+from training.precision import DTYPES, LossScale
 from training.update import OptimizerState, ReducedUpdate, Update
+from training.zero import sharded_optimizer, zero_engine, zero_stage
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    from parallel.zero import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class StepResult:
     """What one step did, the same on every rank.
 
     taken: False where a loss or the gradient's norm wasn't finite: parameters, optimizer, router biases and what
-    compression keeps are then as they were before the step.
+    compression keeps are then as they were before the step. loss_scale: of this step, for fp16; retry: its gradient has
+    overflowed and the loss scale is lower now, so the same micro-batches, made anew, are worth another attempt.
 
     losses: by name: "lm" (mean nats a token over the global batch), "mtp_1", …, "aux"; grad_norm: before clipping;
     tokens: that counted in the loss; expert_loads: int64 [MoE layers of the model, experts], choices of the global
@@ -54,6 +59,8 @@ class StepResult:
     dropped: torch.Tensor
     sent_bytes: dict[str, int]
     taken: bool = True
+    loss_scale: float | None = None
+    retry: bool = False
 
     @property
     def dropped_share(self) -> float:
@@ -105,24 +112,40 @@ class Engine:
         )
         self.stages = build_stages(config, mesh, self.placement, options, arguments.run.seed, self.layer_counts)
         self.dtype = DTYPES[training.precision]
+        self.loss_scale = LossScale.from_arguments(training)
         for _, parameter in self.named_parameters():
             # Parameters only: buffers such as the router's bias stay fp32.
             parameter.data = parameter.data.to(self.dtype)
-        self.reducer = GradientReducer(
-            self.named_parameters(),
-            mesh,
-            arguments.distributed.bucket_cap_mb,
-            arguments.distributed.overlap_grad_reduce,
-            # The runtime never enters no_sync: only just before the group's timeout is a late rank a fault.
-            patience=0.9 * 60 * arguments.distributed.distributed_timeout_minutes,
-            compression=compression_options(arguments.compression),
-        )
         self.steps_done = 0
-        """Steps of the run so far, those before a checkpoint was loaded included; not all of them were taken."""
+        """Steps of the run so far, those before a checkpoint was loaded included; not all of them were taken.
+
+        An attempt that is to be made again doesn't count.
+        """
+        self.reducer: Gradients
         self.optimizer: OptimizerState
-        self.optimizer = optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
-        self.update: Update = ReducedUpdate(self.reducer, optimizer, arguments.optimizer.clip_grad)
-        self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished)
+        self.update: Update
+        if zero_stage(arguments) > 1:
+            zero = zero_engine(self.stages[0], self.named_parameters(), arguments, mesh)
+            self.reducer = self.optimizer = self.update = zero
+            self.runtime = PipelineRuntime(mesh, {0: zero}, self.dtype, MicroBatch.finished, zero.backward)
+        else:
+            reducer = GradientReducer(
+                self.named_parameters(),
+                mesh,
+                arguments.distributed.bucket_cap_mb,
+                arguments.distributed.overlap_grad_reduce,
+                # The runtime never enters no_sync: only just before the group's timeout is a late rank a fault.
+                patience=0.9 * 60 * arguments.distributed.distributed_timeout_minutes,
+                compression=compression_options(arguments.compression),
+            )
+            optimizer: Optimizer | ShardedOptimizer
+            if zero_stage(arguments) == 1:
+                optimizer = sharded_optimizer(self.named_parameters(), arguments, mesh)
+            else:
+                optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
+            self.reducer, self.optimizer = reducer, optimizer
+            self.update = ReducedUpdate(reducer, optimizer, arguments.optimizer.clip_grad)
+            self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished)
         self.routers = routers(self.stages.values())
         self.moe_layers = [layer for layer in range(config.num_layers_with_mtp) if config.is_moe_layer(layer)]
         # Each communicator is used once, in one order on all ranks: none is then set up in the middle of a step.
@@ -154,18 +177,29 @@ class Engine:
         counts = self._of_all_layers(loads, dropped)
         sent = {axis: now - before[axis] for axis, now in self.mesh.sent_bytes().items()}
         losses, sent = self._reported(microbatches, sent)
-        norm, taken = self.update.step(lr, finite=all(map(math.isfinite, losses.values())))
+        finite = all(map(math.isfinite, losses.values()))
+        norm, taken = self.update.step(lr, finite)
+        scale, retry = None, False
+        if self.loss_scale is not None:
+            scale = self.loss_scale.value
+            # A loss that isn't finite has overflowed in the forward pass, which no loss scale mends.
+            retry = finite and self.loss_scale.update(overflow=not taken)
         if taken:
             update_router_bias(self.routers, loads, self.arguments.model.router_bias_update_rate)
-        self.steps_done += 1
+        self.steps_done += not retry
         tokens = self._tokens(microbatches)
-        return StepResult(losses, norm, tokens, counts[:, :-1], counts[:, -1], sent, taken)
+        return StepResult(losses, norm, tokens, counts[:, :-1], counts[:, -1], sent, taken, scale, retry)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch]) -> None:
         """The gradient of the global batch's loss in every `main_grad`, summed over all replicas. Collective."""
         for stage in self.stages.values():
             stage.train()
         self.reducer.compressing = self.steps_done >= self.arguments.compression.grad_compression_warmup_steps
+        if self.loss_scale is not None:
+            self.runtime.loss_gradient = self.loss_scale.value
+            self.reducer.set_loss_scale(self.loss_scale.value)
+            for batch in microbatches:
+                batch.loss_gradient = self.loss_scale.value
         self.reducer.zero()
         for router in self.routers:
             router.reset_counts()
