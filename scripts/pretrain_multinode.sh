@@ -102,7 +102,7 @@ say_how_it_starts() {
 
 check_memory() {
   local processes=$((NPROC_PER_NODE * (ONE_HOST ? NNODES : 1)))
-  ((${#GPUS[@]} >= processes)) || "$BASE_PYTHON" "$ROOT/scripts/lib/memory.py" "$processes" || exit 1
+  ((${#GPUS[@]} >= processes)) || PYTHONPATH=$ROOT "$BASE_PYTHON" -m scripts.lib.memory "$processes" || exit 1
 }
 
 main() {
