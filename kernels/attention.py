@@ -1,6 +1,6 @@
 """Softmax attention of every token to those before it: torch's fused kernels, or blocks of products on a CPU.
 
-Lives here: one op. Imports torch only. Source: FlashAttention-2 (2307.08691) for skipping blocks above the diagonal.
+Lives here: one op. Source: FlashAttention-2 (2307.08691) for skipping blocks above the diagonal.
 Shapes: q queries and s keys of a sequence, b batch, n heads, x width of queries and keys, v of values (v may be
 narrower). Queries are all tokens, or pieces of the sequence: `ends` says where each piece ends among the keys.
 """
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from kernels.matmul import product_dtype
 
 _BLOCK = 64
 _LONGEST = 1024
@@ -136,9 +138,14 @@ def attention(
     mask: bool [b, 1, q, s], True where a query (row) may see a key (column). ends: queries are as many pieces of one
     length, and piece i stands for the last of the first ends[i] keys, and sees no key behind these; by default all
     queries are one piece, the last of all keys. Without a mask, sequences of up to 1,024 keys in fp32 or fp64 on a CPU
-    go block by block, in 0.55 to 0.9 of the time of torch's CPU flash attention.
+    go block by block, in 0.55 to 0.9 of the time of torch's CPU flash attention; 16-bit numbers do so as fp32 where
+    the CPU has no instructions for them.
     """
+    dtype = q_qbnx.dtype
+    q_qbnx, k_sbnx, v_sbnv = (x.to(product_dtype(x)) for x in (q_qbnx, k_sbnx, v_sbnv))
     precise = q_qbnx.dtype in (torch.float32, torch.float64)
     if mask is None and q_qbnx.device.type == "cpu" and precise and k_sbnx.shape[0] <= _LONGEST:
-        return _BlockedAttention.apply(q_qbnx, k_sbnx, v_sbnv, scale, ends or (k_sbnx.shape[0],)).flatten(-2)
-    return attention_reference(q_qbnx, k_sbnx, v_sbnv, scale, mask, ends)
+        out = _BlockedAttention.apply(q_qbnx, k_sbnx, v_sbnv, scale, ends or (k_sbnx.shape[0],)).flatten(-2)
+    else:
+        out = attention_reference(q_qbnx, k_sbnx, v_sbnv, scale, mask, ends)
+    return out.to(dtype)

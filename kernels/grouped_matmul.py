@@ -1,7 +1,7 @@
 """Grouped matrix product: each run of rows times the matrix of its group, as in a mixture of experts.
 
-Lives here: one op. Imports torch only. Shapes: r rows, k inner size, n outer size, g groups, u runs of rows. Run i is
-of group i % g, so rows that come from several ranks, sorted by group within each, needn't be sorted again.
+Lives here: one op. Imports torch and `matmul`. Shapes: r rows, k inner size, n outer size, g groups, u runs of rows.
+Run i is of group i % g, so rows that come from several ranks, sorted by group within each, needn't be sorted again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from kernels.matmul import product_dtype
 
 AddGradient = Callable[[Callable[[torch.Tensor | None], torch.Tensor]], torch.Tensor | None]
 """Takes a weight's gradient as a function: called with None it returns the gradient, with a tensor it adds to that."""
@@ -82,10 +84,11 @@ def _product(x_rk: torch.Tensor, w_gkn: torch.Tensor, ends_u: torch.Tensor) -> t
     """y[i] = x[i] @ w[group of i]; w may be transposed."""
     if _one_kernel(x_rk, *w_gkn.shape[1:]):
         return F.grouped_mm(x_rk, w_gkn, offs=ends_u)
-    y_rn = x_rk.new_empty((x_rk.shape[0], w_gkn.shape[2]))
-    for y, x, w in _by_run(ends_u, w_gkn, y_rn, x_rk):
+    dtype = product_dtype(x_rk)
+    y_rn = x_rk.new_empty((x_rk.shape[0], w_gkn.shape[2]), dtype=dtype)
+    for y, x, w in _by_run(ends_u, w_gkn.to(dtype), y_rn, x_rk.to(dtype)):
         torch.mm(x, w, out=y)
-    return y_rn
+    return y_rn.to(x_rk.dtype)
 
 
 def _weight_gradient(
@@ -99,11 +102,12 @@ def _weight_gradient(
     if _one_kernel(x_rk, *shape[1:]):
         gradient_gnk = F.grouped_mm(grad_rn.t(), x_rk, offs=ends_u)
         return gradient_gnk if total_gnk is None else total_gnk.add_(gradient_gnk)
+    dtype = product_dtype(x_rk)
     if total_gnk is None:
-        total_gnk = x_rk.new_zeros(shape)
-    for grad, x, total in _by_run(ends_u, total_gnk, grad_rn, x_rk):
+        total_gnk = x_rk.new_zeros(shape, dtype=dtype)
+    for grad, x, total in _by_run(ends_u, total_gnk, grad_rn.to(dtype), x_rk.to(dtype)):
         total.addmm_(grad.t(), x)
-    return total_gnk
+    return total_gnk.to(x_rk.dtype)
 
 
 def _by_run(ends_u: torch.Tensor, matrices: torch.Tensor, *rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

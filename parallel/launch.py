@@ -231,3 +231,8 @@ def destroy() -> None:
 def gpu_count() -> int:
     """GPUs this host offers; 0 means CPU and gloo."""
     return torch.cuda.device_count()
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Of a GPU, such as (8, 0), which decides what numbers it computes with; None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

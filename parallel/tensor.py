@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kernels import matmul
 from kernels.rms_norm import rms_norm
 from parallel.comm import gather_sequence, scatter_sequence_sum
 from parallel.mesh import Mesh
@@ -138,4 +139,4 @@ class VocabularyParallelHead(nn.Module):
         rows = self.valid.stop - self.valid.start
         # A slice's gradient is a whole weight of zeros first: only where there is padding.
         weight = self.weight if rows == self.weight.shape[0] else self.weight[:rows]
-        return F.linear(x_sbh, weight)
+        return matmul.linear(x_sbh, weight)

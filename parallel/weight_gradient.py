@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from kernels import matmul
 from kernels.grouped_matmul import grouped_matmul
 
 
@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # not saved: recomputation would hand back an alias, which has no main gradient
-        return F.linear(x, _matrix(weight))
+        return matmul.linear(x, _matrix(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -106,13 +106,13 @@ class _Linear(torch.autograd.Function):
         grad_no = grads[0].flatten(0, -2)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_no @ _matrix(weight)).view(x.shape)
+            grad_x = matmul.product(grad_no, _matrix(weight)).view(x.shape)
         if ctx.needs_input_grad[1]:
             x_ni = x.detach().flatten(0, -2)  # what waits must not keep the graph that x came from
 
             def gradient(total: torch.Tensor | None) -> torch.Tensor:
                 if total is None:
-                    return (grad_no.t() @ x_ni).view(weight.shape)
+                    return matmul.product(grad_no.t(), x_ni).view(weight.shape)
                 return _matrix(total).addmm_(grad_no.t(), x_ni)
 
             grad_weight = add_gradient(weight, gradient)

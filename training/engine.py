@@ -30,13 +30,12 @@ from training.arguments import Arguments
 from training.compression import compression_options
 from training.optimizer import Optimizer
 from training.pipeline import layers_of_stages, placement_asked, schedule_of
+from training.precision import DTYPES, LossScale
 from training.update import OptimizerState, ReducedUpdate, Update
 from training.zero import sharded_optimizer, zero_engine, zero_stage
 
 if TYPE_CHECKING:
     from parallel.zero import ShardedOptimizer
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,13 @@ class StepResult:
     """What one step did, the same on every rank.
 
     taken: False where a loss or the gradient's norm wasn't finite: parameters, optimizer, router biases and what
-    compression keeps are then as they were before the step.
+    compression keeps are then as they were before the step. loss_scale: of this step, for fp16; retry: its gradient has
+    overflowed and the loss scale is lower now, so the same micro-batches, made anew, are worth another attempt.
 
     losses: by name: "lm" (mean nats a token over the global batch), "mtp_1", …, "aux"; grad_norm: before clipping;
     tokens: that counted in the loss; expert_loads: int64 [MoE layers of the model, experts], choices of the global
     batch, dropped ones too; dropped: int64 [MoE layers], how many of them were dropped; sent_bytes: by axis, of all
-    ranks together, up to the message that sums them. Tensors are on the CPU.
+    ranks together, from the update of the step before to the message that sums them. Tensors are on the CPU.
     """
 
     losses: dict[str, float]
@@ -59,6 +59,8 @@ class StepResult:
     dropped: torch.Tensor
     sent_bytes: dict[str, int]
     taken: bool = True
+    loss_scale: float | None = None
+    retry: bool = False
 
     @property
     def dropped_share(self) -> float:
@@ -110,11 +112,15 @@ class Engine:
         )
         self.stages = build_stages(config, mesh, self.placement, options, arguments.run.seed, self.layer_counts)
         self.dtype = DTYPES[training.precision]
+        self.loss_scale = LossScale.from_arguments(training)
         for _, parameter in self.named_parameters():
             # Parameters only: buffers such as the router's bias stay fp32.
             parameter.data = parameter.data.to(self.dtype)
         self.steps_done = 0
-        """Steps of the run so far, those before a checkpoint was loaded included; not all of them were taken."""
+        """Steps of the run so far, those before a checkpoint was loaded included; not all of them were taken.
+
+        An attempt that is to be made again doesn't count.
+        """
         self.reducer: Gradients
         self.optimizer: OptimizerState
         self.update: Update
@@ -146,6 +152,7 @@ class Engine:
         for axis in mesh.collective_axes():
             barrier(axis)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._sent_by_update: dict[str, int] = {}  # in the last step, after the message that sums what was sent
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Global name and parameter, in forward order, of every stage of this rank; shared ones once."""
@@ -170,19 +177,33 @@ class Engine:
         loads, dropped = sum_counts(self.routers, self.mesh)
         counts = self._of_all_layers(loads, dropped)
         sent = {axis: now - before[axis] for axis, now in self.mesh.sent_bytes().items()}
+        sent = {axis: sent + self._sent_by_update.get(axis, 0) for axis, sent in sent.items()}
         losses, sent = self._reported(microbatches, sent)
-        norm, taken = self.update.step(lr, finite=all(map(math.isfinite, losses.values())))
+        finite = all(map(math.isfinite, losses.values()))
+        before = self.mesh.sent_bytes()
+        norm, taken = self.update.step(lr, finite)
+        self._sent_by_update = {axis: now - before[axis] for axis, now in self.mesh.sent_bytes().items()}
+        scale, retry = None, False
+        if self.loss_scale is not None:
+            scale = self.loss_scale.value
+            # A loss that isn't finite has overflowed in the forward pass, which no loss scale mends.
+            retry = finite and self.loss_scale.update(overflow=not taken)
         if taken:
             update_router_bias(self.routers, loads, self.arguments.model.router_bias_update_rate)
-        self.steps_done += 1
+        self.steps_done += not retry
         tokens = self._tokens(microbatches)
-        return StepResult(losses, norm, tokens, counts[:, :-1], counts[:, -1], sent, taken)
+        return StepResult(losses, norm, tokens, counts[:, :-1], counts[:, -1], sent, taken, scale, retry)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch]) -> None:
         """The gradient of the global batch's loss in every `main_grad`, summed over all replicas. Collective."""
         for stage in self.stages.values():
             stage.train()
         self.reducer.compressing = self.steps_done >= self.arguments.compression.grad_compression_warmup_steps
+        if self.loss_scale is not None:
+            self.runtime.loss_gradient = self.loss_scale.value
+            self.reducer.set_loss_scale(self.loss_scale.value)
+            for batch in microbatches:
+                batch.loss_gradient = self.loss_scale.value
         self.reducer.zero()
         for router in self.routers:
             router.reset_counts()

@@ -91,6 +91,8 @@ _TAGS = {
     "expert_max_violation": "4_detail/expert_max_violation",
     "expert_dropped_share": "4_detail/expert_dropped_share",
     "sent_bytes": "4_detail/sent_bytes",
+    "loss_scale": "4_detail/loss_scale",
+    "overflows": "4_detail/loss_scale_overflows",
     "tokens": "4_detail/tokens",
     "loss_tokens": "4_detail/tokens_with_loss",
 }

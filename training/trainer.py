@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,13 @@ from training.logs import RankLogs
 from training.metrics import Meter, MetricsFile, TensorBoard
 from training.pipeline import stages_in_words
 from training.pipeline_profile import PipelineProfile
+from training.precision import check_device
 from training.progress import Progress
 from training.run_directory import Start
 from training.schedule import LearningRateSchedule, lr_at
 from training.validate_compression import compression_warnings
+from training.validate_zero import zero_warnings
+from training.weights import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,8 @@ class Trainer:
         self.directory, self.logs = start.directory, logs
         self.writes = mesh.world.is_first
         self.schedule = LearningRateSchedule.from_arguments(arguments)
+        if (slow := check_device(arguments.training.precision, mesh.device)) and self.writes:
+            logger.warning("%s", slow)
         if options := compression_options(arguments.compression):
             choose_kernels(options, mesh.device)
         self.engine = Engine(config, arguments, mesh)
@@ -131,17 +137,10 @@ class Trainer:
     def _step(self, step: int) -> tuple[dict[str, Any], StepResult]:
         self.meter.start()
         lr = lr_at(self.done.consumed_samples, self.schedule)
-        result = self.engine.train_step(self._microbatches(self.train_batches.next_step()), lr)
+        result, overflows = self._until_taken(step, lr)
         training = self.arguments.training
         self.done = checkpoint.Position(step, self.train_batches.consumed_samples)
         loss = result.losses["lm"]
-        if not result.taken:
-            losses = ", ".join(f"{name} {x}" for name, x in result.losses.items())
-            raise RuntimeError(
-                f"step {step}: losses {losses}, gradient norm {result.grad_norm}: the step was not taken, parameters "
-                "and optimizer are as they were before it; resume from "
-                f"{checkpoint.newest(self.directory.checkpoints) or 'the start'} with a lower --lr than {lr:.3g}"
-            )
         tokens = training.global_batch_size * training.seq_length
         exposed, measured = self.engine.reducer.exposed_seconds, self.meter.stop(tokens)
         exchange = exchange_of(self.engine.reducer)
@@ -167,10 +166,50 @@ class Trainer:
             **self._worst(measured),
             **({"expert_max_violation": max(result.max_violations)} if self.engine.moe_layers else {}),
             **({"expert_dropped_share": result.dropped_share} if balance.capacity_factor is not None else {}),
+            **({} if result.loss_scale is None else {"loss_scale": result.loss_scale, "overflows": overflows}),
             **record_of(self.engine.reducer),
             "sent_bytes": result.sent_bytes,
         }
         return record, result
+
+    def _until_taken(self, step: int, lr: float) -> tuple[StepResult, int]:
+        """Train on the next global batch, and on the same one again while that lowers fp16's loss scale: none is lost.
+
+        Returns also how many attempts overflowed. Raises RuntimeError where the step can't be taken.
+        """
+        tensors = self.train_batches.next_step()
+        for overflows in itertools.count():
+            result = self.engine.train_step(self._microbatches(tensors), lr)
+            if result.taken:
+                return result, overflows
+            if not result.retry:
+                raise RuntimeError(self._not_taken(step, result, lr))
+            if self.writes:
+                assert self.engine.loss_scale is not None
+                logger.info(
+                    "step %d: fp16 overflow at loss scale %.10g: nothing has changed, trying the same batch at %.10g",
+                    step,
+                    result.loss_scale,
+                    self.engine.loss_scale.value,
+                )
+        raise AssertionError("itertools.count ends")
+
+    def _not_taken(self, step: int, result: StepResult, lr: float) -> str:
+        """What was not finite, and what to do."""
+        losses = ", ".join(f"{name} {x}" for name, x in result.losses.items())
+        why, fix = "", f"a lower --lr than {lr:.3g}"
+        if self.engine.loss_scale is not None:
+            fix += ", or --precision bf16"
+            if all(map(math.isfinite, result.losses.values())):
+                limit = self.engine.loss_scale.limit()
+                why = f" at the loss scale {result.loss_scale:.10g}, which can't be lowered ({limit})"
+            else:
+                why = ", an activation being beyond fp16's largest number, 65504, whatever the loss scale"
+        return (
+            f"step {step}: losses {losses}, gradient norm {result.grad_norm}{why}: the step was not taken, parameters "
+            "and optimizer are as they were before it; resume from "
+            f"{checkpoint.newest(self.directory.checkpoints) or 'the start'} with {fix}"
+        )
 
     def _show_loads(self, board: TensorBoard, result: StepResult, step: int) -> None:
         if layers := self.engine.moe_layers:
@@ -217,7 +256,7 @@ class Trainer:
         logger.info("saved %s", path, extra={"terminal": False})
 
     def _load(self, start: Start) -> checkpoint.Position:
-        """From the run's newest checkpoint when resuming, else from --load, else from nothing."""
+        """From the run's newest checkpoint when resuming, else from --load or --pretrained-checkpoint, or nothing."""
         path = checkpoint.newest(self.directory.checkpoints) if start.resumed else None
         # Rank 0 decides: a rank that sees another newest one, or none, must not go another way.
         path = gather_objects(path, self.mesh.world)[0]
@@ -230,10 +269,24 @@ class Trainer:
         if path is None:
             if start.resumed:
                 logger.info("the earlier run saved no checkpoint: starting from step 1")
+            if self.arguments.checkpoint.pretrained_checkpoint:
+                self._load_weights(Path(self.arguments.checkpoint.pretrained_checkpoint))
             return checkpoint.Position(0, 0)
         done = checkpoint.load(self.engine, path)
         logger.info("loaded %s: %d steps, %d sequences", path, done.step, done.consumed_samples)
         return done
+
+    def _load_weights(self, given: Path) -> None:
+        found: Path | str
+        try:
+            found = checkpoint.find_weights(given)
+        except ConfigurationError as error:
+            found = str(error)
+        found = gather_objects(found, self.mesh.world)[0]
+        if isinstance(found, str):
+            raise ConfigurationError(f"--pretrained-checkpoint {found}")
+        load_weights(self.engine, found)
+        logger.info("loaded %s: the weights alone, at step 0", found)
 
     def _batches(self) -> tuple[Batches, ValidationSteps | None]:
         training, data = self.arguments.training, self.arguments.data
@@ -279,8 +332,9 @@ class Trainer:
             logger.info("%s", self._stages_in_words())
         if said := what_is_compressed(self.engine.reducer):
             logger.info("%s", said)
-        for warning in compression_warnings(self.arguments, self.mesh.world_size) if self.writes else ():
-            logger.warning("%s", warning)
+        for warnings in (compression_warnings, zero_warnings) if self.writes else ():
+            for warning in warnings(self.arguments, self.mesh.world_size):
+                logger.warning("%s", warning)
         logger.info("torch %s, pipeline layers %s", torch.__version__, self._layers_here(), extra={"terminal": False})
 
     def _stages_in_words(self) -> str:

@@ -76,17 +76,32 @@ def test_a_mask_keeps_documents_apart() -> None:
     torch.testing.assert_close(whole[4:], attention(q[4:], k[4:], v[4:], 1.0))
 
 
-def test_long_sequences_and_low_precision_leave_memory_to_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_long_sequences_and_16_bits_leave_memory_to_flash_attention(
+    multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "product_dtype", lambda x: x.dtype if multiplies else torch.float32)
     taken: list[torch.Size] = []
     monkeypatch.setattr(module, "attention_reference", lambda q, *rest: taken.append(q.shape) or q.flatten(-2))
     for inputs in (heads(1025, 2, 2, torch.float32), heads(8, 2, 2, torch.bfloat16)):
         attention(*inputs[:3], 1.0)
-    assert [shape[0] for shape in taken] == [1025, 8]
+    assert [shape[0] for shape in taken] == ([1025, 8] if multiplies else [1025])
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=str)
+def test_16_bits_with_scores_beyond_the_range_of_fp16(dtype: torch.dtype, bound: float) -> None:
+    inputs = tuple(x.to(dtype) for x in heads(70, 64, 8, torch.float32))
+    inputs = (40 * inputs[0], 40 * inputs[1], *inputs[2:])  # products before the scale: up to 1600 · 64
+    found, expected = (run(attention, kind, 1e-4) for kind in (inputs, tuple(x.double() for x in inputs)))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == dtype and (a.double() - b).norm() <= bound * b.norm()
 
 
 @pytest.mark.parametrize("plain, rotated, value", [(11, 6, 13), (32, 16, 32), (1, 2, 1)])
 @pytest.mark.parametrize("queries", [7, 3])
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str
+)
 def test_latent_heads_equal_their_reference(
     plain: int, rotated: int, value: int, queries: int, dtype: torch.dtype, bound: float
 ) -> None:

@@ -11,6 +11,7 @@ from kernels.rms_norm import rms_norm, rms_norm_reference
 from kernels.swiglu import swiglu, swiglu_reference
 
 Tensors = tuple[torch.Tensor, ...]
+BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def output_and_gradients(op: Callable[..., torch.Tensor], inputs: Tensors, grad: torch.Tensor) -> list[torch.Tensor]:
@@ -38,14 +39,20 @@ def assert_like_reference(
 
 
 @pytest.mark.parametrize("shape", [(7, 3, 33), (1, 3), (2, 1, 1, 64), (5, 257)], ids=str)
-@pytest.mark.parametrize(
-    "dtype, bound", [(torch.float32, 1e-6), (torch.float64, 1e-14), (torch.bfloat16, 2e-2)], ids=str
-)
-def test_rms_norm_equals_its_reference(shape: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_rms_norm_equals_its_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     eps = 1e-2  # large, so that a wrong place of it shows
     assert_like_reference(
-        lambda x, w: rms_norm(x, w, eps), lambda x, w: rms_norm_reference(x, w, eps), (x, weight), bound
+        lambda x, w: rms_norm(x, w, eps), lambda x, w: rms_norm_reference(x, w, eps), (x, weight), BOUNDS[dtype]
+    )
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 2e3])
+def test_rms_norm_in_fp16_squares_in_fp32(size: float) -> None:
+    x, weight = (size * torch.randn(5, 257)).half(), torch.randn(257).half()  # squares: 1e-8 and 4e6, beyond fp16
+    assert_like_reference(
+        lambda x, w: rms_norm(x, w, 1e-12), lambda x, w: rms_norm_reference(x, w, 1e-12), (x, weight), 3e-3
     )
 
 
@@ -60,14 +67,12 @@ def test_rms_norm_takes_what_is_not_contiguous() -> None:
 
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("rows, inner", [(13, 7), (1, 1), (0, 4), (29, 64)])
-@pytest.mark.parametrize(
-    "dtype, bound", [(torch.float32, 1e-6), (torch.float64, 1e-14), (torch.bfloat16, 2e-2)], ids=str
-)
-def test_swiglu_equals_its_reference(rows: int, inner: int, weighted: bool, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_swiglu_equals_its_reference(rows: int, inner: int, weighted: bool, dtype: torch.dtype) -> None:
     inputs = [torch.randn(rows, 2 * inner).to(dtype)]
     if weighted:
         inputs.append(torch.randn(rows).to(dtype))
-    assert_like_reference(swiglu, swiglu_reference, tuple(inputs), bound)
+    assert_like_reference(swiglu, swiglu_reference, tuple(inputs), BOUNDS[dtype])
 
 
 def test_only_wanted_gradients_are_computed_and_only_inputs_are_kept() -> None:

@@ -28,7 +28,7 @@ def test_rows_are_sorted_by_expert_and_each_choice_knows_its_row(t: int, k: int,
 
 
 @pytest.mark.parametrize("dropping", ["none", "a third", "all"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("t, k, e, h", SIZES)
 def test_there_and_back_equals_index_add(t: int, k: int, e: int, h: int, dtype: torch.dtype, dropping: str) -> None:
     expert = choose(t, k, e)

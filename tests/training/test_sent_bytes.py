@@ -15,7 +15,8 @@ import torch
 
 from parallel.mesh import Layout, Mesh
 from tests.layouts import Job, flags_of, microbatches_of_step
-from training.engine import DTYPES, Engine
+from training.engine import Engine
+from training.precision import DTYPES
 
 CASES = {
     "v3 cp2-tp2-pp2": (

@@ -17,7 +17,6 @@ import os
 STEPS=int(os.environ.get('STEPS',20))
 import numpy as np
 import pytest
-import torch
 
 from parallel.mesh import Layout, Mesh
 from tests.layouts import Job, Shard, flags_of, microbatches_of_step, shards
