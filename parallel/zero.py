@@ -11,6 +11,7 @@ import copy
 import io
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel.accelerator import choose_accelerator
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of
 
@@ -89,10 +91,9 @@ def enter_deepspeed(mesh: Mesh) -> None:
 
     A process that trains alone has no process group; DeepSpeed wants one and gets one of this rank.
     """
-    if mesh.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(mesh.device.index or 0))
     with quiet():
+        choose_accelerator(mesh.device)
         import deepspeed
 
     deepspeed.utils.logger.setLevel(os.environ.get(LOG_LEVEL, "ERROR").upper())
@@ -199,6 +200,7 @@ class ShardedOptimizer:
         self.inner: list[torch.optim.Optimizer] = []
         """What `make` made: one for dense parameters, one for experts where this rank has some."""
         self.engines: list[Any] = []
+        self._gathered: list[tuple[Axis, float]] = []  # by each engine's step: over what axis, bytes sent by this rank
         self.moments: tuple[str, ...] = ()
         for expert in (False, True):
             axis = mesh.edp if expert else mesh.dp_cp
@@ -218,6 +220,10 @@ class ShardedOptimizer:
             self.inner.append(inner)
             self.engines.append(engine)
             self.moments = link_moments(engine, inner)
+            # Its hooks on stand-ins are a cycle that Python's collector doesn't see.
+            weakref.finalize(self, engine.destroy).atexit = False
+            size = sum(stand_in.numel() * stand_in.element_size() for _, stand_in in named)
+            self._gathered.append((axis, size * (axis.size - 1) / axis.size))
         for name, parameter in self.parameters.items():
             parameter.data = self._stand_ins[name].data
 
@@ -237,6 +243,9 @@ class ShardedOptimizer:
             engine.step()
             if not engine.was_step_applied():
                 raise RuntimeError("DeepSpeed skipped a step whose gradient is finite: parameters now differ in age")
+        for axis, sent in self._gathered:
+            if axis.size > 1:
+                axis.ledger.add(axis.name, "all_gather", sent)
 
     def shards(self, name: str) -> Axis | None:
         return self.mesh.edp if sharding_of(self.parameters[name]).expert else self.mesh.dp_cp

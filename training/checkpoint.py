@@ -108,6 +108,7 @@ def save(engine: Engine, directory: Path, position: Position, arguments_yaml: st
             "global_batch_size": engine.arguments.training.global_batch_size,
             "layout": dataclasses.asdict(mesh.layout) | {"world_size": mesh.world_size},
             "zero_stage": engine.arguments.zero.zero_stage or 0,
+            "loss_scale": None if engine.loss_scale is None else engine.loss_scale.state(),
             "torch": torch.__version__,
             "model": engine.config.to_dict(),
         }
@@ -148,6 +149,11 @@ def load(engine: Engine, path: Path) -> Position:
     engine.optimizer.prepare(meta["step"])
     _fill(engine, path)
     engine.optimizer.written()
+    if engine.loss_scale is not None:
+        if state := meta.get("loss_scale"):
+            engine.loss_scale.load(state)
+        else:
+            logger.info("%s has no loss scale: it starts at %g", path, engine.loss_scale.value)
     engine.steps_done = meta["step"]
     residuals.load(engine.reducer, path)
     return Position(meta["step"], meta["consumed_samples"])

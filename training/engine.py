@@ -49,7 +49,7 @@ class StepResult:
     losses: by name: "lm" (mean nats a token over the global batch), "mtp_1", …, "aux"; grad_norm: before clipping;
     tokens: that counted in the loss; expert_loads: int64 [MoE layers of the model, experts], choices of the global
     batch, dropped ones too; dropped: int64 [MoE layers], how many of them were dropped; sent_bytes: by axis, of all
-    ranks together, up to the message that sums them. Tensors are on the CPU.
+    ranks together, from the update of the step before to the message that sums them. Tensors are on the CPU.
     """
 
     losses: dict[str, float]
@@ -152,6 +152,7 @@ class Engine:
         for axis in mesh.collective_axes():
             barrier(axis)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._sent_by_update: dict[str, int] = {}  # in the last step, after the message that sums what was sent
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Global name and parameter, in forward order, of every stage of this rank; shared ones once."""
@@ -176,9 +177,12 @@ class Engine:
         loads, dropped = sum_counts(self.routers, self.mesh)
         counts = self._of_all_layers(loads, dropped)
         sent = {axis: now - before[axis] for axis, now in self.mesh.sent_bytes().items()}
+        sent = {axis: sent + self._sent_by_update.get(axis, 0) for axis, sent in sent.items()}
         losses, sent = self._reported(microbatches, sent)
         finite = all(map(math.isfinite, losses.values()))
+        before = self.mesh.sent_bytes()
         norm, taken = self.update.step(lr, finite)
+        self._sent_by_update = {axis: now - before[axis] for axis, now in self.mesh.sent_bytes().items()}
         scale, retry = None, False
         if self.loss_scale is not None:
             scale = self.loss_scale.value

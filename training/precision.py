@@ -125,7 +125,11 @@ class LossScale:
 
     def limit(self) -> str:
         """Why it can't be lowered, in words."""
-        return f"--loss-scale {self.value:g} is constant" if self.constant else f"--min-loss-scale is {self.minimum:g}"
+        return (
+            f"--loss-scale {self.value:.10g} is constant"
+            if self.constant
+            else f"--min-loss-scale is {self.minimum:.10g}"
+        )
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: numbers that JSON keeps exactly."""

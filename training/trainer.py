@@ -187,7 +187,7 @@ class Trainer:
             if self.writes:
                 assert self.engine.loss_scale is not None
                 logger.info(
-                    "step %d: fp16 overflow at loss scale %g: nothing has changed, trying the same batch at %g",
+                    "step %d: fp16 overflow at loss scale %.10g: nothing has changed, trying the same batch at %.10g",
                     step,
                     result.loss_scale,
                     self.engine.loss_scale.value,
@@ -202,7 +202,7 @@ class Trainer:
             fix += ", or --precision bf16"
             if all(map(math.isfinite, result.losses.values())):
                 limit = self.engine.loss_scale.limit()
-                why = f" at the loss scale {result.loss_scale:g}, which can't be lowered ({limit})"
+                why = f" at the loss scale {result.loss_scale:.10g}, which can't be lowered ({limit})"
             else:
                 why = ", an activation being beyond fp16's largest number, 65504, whatever the loss scale"
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,16 @@ def state_of(engine: Engine) -> dict[str, Shard]:
 
 
 def random_state(engine: Engine, seed: int) -> None:
-    """Moments as after many steps, and router biases; the same in any layout is not asked for."""
+    """Masters, moments and router biases, on one rank."""
     generator = torch.Generator().manual_seed(seed)
     for name in engine.optimizer.parameters:
-        for moment in engine.optimizer.moments:
-            whole = torch.rand(engine.optimizer.read(name).shape, generator=generator)
-            engine.optimizer.write(name, whole, moment)
+        for moment in (None, *engine.optimizer.moments):
+            value = engine.optimizer.read(name, moment)
+            drawn = torch.randn(value.shape, generator=generator) * value.shape[-1] ** -0.5
+            engine.optimizer.write(name, drawn + (value.ndim == 1), moment)
+    engine.optimizer.written()
     for _, buffer in engine.named_buffers():
-        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
 
 
 def shared_to_and_from(job: Job, plain: str, shared: str, chunk: int) -> dict[str, Any]:
@@ -110,3 +113,53 @@ def test_state_that_replicas_share_is_saved_as_any_other_and_never_held_whole(
         assert rank["live"] <= rank["own"] + 2 * rank["largest"] + 4096, rank
     again = run_ranks(1, loaded_plain, one, str(tmp_path / "shared" / "step_00000003"))
     assert_identical(assembled(again), saved)
+
+
+def engine_of(**flags: Any) -> Engine:
+    job = Job(overrides=SMALL, length=16, flags=flags)
+    return Engine(job.model(), flags_of(job), Mesh.create(Layout()))
+
+
+def test_the_loss_scale_goes_on_and_starts_anew_after_a_checkpoint_without_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of(precision="fp16", hysteresis=2)
+    assert engine.loss_scale is not None
+    engine.loss_scale.update(overflow=True)
+    path = checkpoint.save(engine, tmp_path, checkpoint.Position(1, 4), "")
+    engine.loss_scale.update(overflow=True)
+    lowered = checkpoint.save(engine, tmp_path, checkpoint.Position(2, 8), "")
+    other = engine_of(precision="fp16", hysteresis=2)
+    assert other.loss_scale is not None
+    for saved, state in ((path, {"value": 65536.0, "taken": 0, "left": 1}), (lowered, engine.loss_scale.state())):
+        checkpoint.load(other, saved)
+        assert other.loss_scale.state() == state
+    assert other.loss_scale.value == 32768.0
+
+    meta = json.loads((path / checkpoint.META).read_text())  # as it was before there were loss scales and stages
+    for key in ("loss_scale", "zero_stage"):
+        del meta[key]
+    (path / checkpoint.META).write_text(json.dumps(meta))
+    anew = engine_of(precision="fp16", hysteresis=2)
+    assert anew.loss_scale is not None
+    with caplog.at_level("INFO", "training.checkpoint"):
+        assert checkpoint.load(anew, path) == checkpoint.Position(1, 4)
+    assert anew.loss_scale.value == 65536.0 and "no loss scale: it starts at 65536" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", "training.checkpoint"):
+        checkpoint.load(engine_of(), path)
+    assert not caplog.records  # fp32 has none
+
+
+def test_moments_become_those_that_the_run_asks_for(tmp_path: Path) -> None:
+    full, halved = engine_of(), engine_of(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    random_state(full, seed=5)
+    checkpoint.load(halved, checkpoint.save(full, tmp_path, checkpoint.Position(1, 4), ""))
+    back = engine_of()
+    checkpoint.load(back, checkpoint.save(halved, tmp_path, checkpoint.Position(2, 8), ""))
+    for name in full.optimizer.parameters:
+        assert torch.equal(full.optimizer.read(name), back.optimizer.read(name))
+        for moment in full.optimizer.moments:
+            ours, theirs = full.optimizer.read(name, moment), halved.optimizer.read(name, moment)
+            assert theirs.dtype == torch.bfloat16 and torch.equal(ours.bfloat16(), theirs)
+            assert torch.equal(back.optimizer.read(name, moment), theirs.float())

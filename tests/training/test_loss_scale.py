@@ -6,17 +6,20 @@ trying the same batch again, go on as if nothing had been.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from parallel.mesh import Layout
+from tests.layouts import Job
 from tests.test_pretrain import Ranks, lines_of, ranks, workplace  # noqa: F401 (fixtures)
 from tests.training.test_grad_compression import batches_of, differing, engine_of, job, state_of
-from training.engine import Engine, StepResult
+from training.engine import StepResult
 from training.precision import LossScale
 
 
@@ -85,76 +88,135 @@ class Inf:
         return spoilt
 
 
-def numbers(result: StepResult) -> tuple[Any, ...]:
-    return result.losses, result.grad_norm, result.loss_scale
-
-
-def disturbed(engine: Engine, asked: Any, spoilt_rank: int, spoilt_step: int) -> dict[str, Any]:
-    """What a run with one overflow shows on this rank: results of taken steps, and of the attempt what has changed."""
-    vectors = [p for _, p in engine.named_parameters() if p.ndim == 1]  # their gradient comes by autograd's hook
-    inf, taken, attempt = Inf(vectors[0]), [], None
-    changed: list[str] = []
+def run(asked: Job, halve_at: int | None = None) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
+    """Results and the last state of a run without overflow; halve_at: a step from which on its scale is half."""
+    engine, results = engine_of(asked), []
     for step in range(asked.steps):
-        while True:
-            inf.on = attempt is None and step == spoilt_step and engine.mesh.rank == spoilt_rank
-            before = state_of(engine) | {name: p.detach().clone() for name, p in engine.named_parameters()}
-            result = engine.train_step(batches_of(asked, engine, step), 1e-3)
-            if result.taken:
-                break
-            assert attempt is None, "one overflow was injected"
-            attempt = result
+        if step == halve_at:
+            assert engine.loss_scale is not None
+            engine.loss_scale.update(overflow=True)
+        results.append(engine.train_step(batches_of(asked, engine, step), 1e-3))
+    return results, state_of(engine)
+
+
+def disturbed_run(asked: Job, spoilt_rank: int, spoilt_step: int) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
+    """As `run`, of a run in which a rank has an Inf at a step; asserts, on this rank, what the attempt does."""
+    engine, results = engine_of(asked), []
+    vectors = [p for _, p in engine.named_parameters() if p.ndim == 1]  # their gradient comes by autograd's hook
+    inf = Inf(vectors[0])
+    for step in range(asked.steps):
+        before = state_of(engine) | {name: p.detach().clone() for name, p in engine.named_parameters()}
+        if step == spoilt_step:
+            inf.on = engine.mesh.rank == spoilt_rank
+            attempt = engine.train_step(batches_of(asked, engine, step), 1e-3)
+            assert (inf.put > 0) == inf.on
+            assert not attempt.taken and attempt.retry and not math.isfinite(attempt.grad_norm)
             after = state_of(engine) | dict(engine.named_parameters())
-            changed = differing(before, after)
-        taken.append(numbers(result))
-    assert attempt is not None
-    return {
-        "taken": taken,
-        "changed": changed,
-        "put": inf.put,
-        "attempt": (attempt.losses, attempt.retry, attempt.loss_scale),
-        "steps": engine.steps_done,
-        "state": state_of(engine),
-    }
+            assert differing(before, after) == [], "an overflow must leave no trace"
+            inf.on = False
+        results.append(engine.train_step(batches_of(asked, engine, step), 1e-3))
+        assert results[-1].taken
+    if attempt.losses != results[spoilt_step].losses:
+        raise AssertionError("the second attempt saw other tokens or another model")
+    assert engine.steps_done == asked.steps
+    return results, state_of(engine)
 
 
-def with_and_without_overflow(cases: list[dict[str, Any]], spoilt_step: int) -> list[tuple[list[Any], dict[str, Any]]]:
+SPOILT_STEP, STEPS = 1, 4
+
+
+def three_runs(cases: list[dict[str, Any]]) -> list[dict[str, list[StepResult]]]:
+    """Of each case: with an overflow, without one, and without one but with half the scale from that step on."""
     found = []
     for case in cases:
-        asked = job(
-            case.get("codec", "none"),
-            Layout(**case.get("layout", {})),
-            {"precision": "fp16", "initial_loss_scale": 2.0**12} | case["flags"],
-            steps=4,
-        )
-        plain = engine_of(asked)
-        undisturbed = [numbers(plain.train_step(batches_of(asked, plain, step), 1e-3)) for step in range(asked.steps)]
-        found.append((undisturbed, disturbed(engine_of(asked), asked, case["rank"], spoilt_step)))
+        flags = {"precision": "fp16", **case["flags"]}
+        asked = job(case.get("codec", "none"), Layout(**case.get("layout", {})), flags, steps=STEPS)
+        disturbed, state = disturbed_run(asked, case["rank"], SPOILT_STEP)
+        halved, expected = run(asked, halve_at=SPOILT_STEP)
+        assert differing(state, expected) == [], "nothing is lost"
+        found.append({"disturbed": disturbed, "halved": halved, "undisturbed": run(asked)[0]})
     return found
 
 
+# World size, and what is run on it. A case with {"zero_stage": 1} in its flags is all that another stage needs.
 CASES = [
-    (2, [{"rank": 1, "flags": {}}, {"rank": 0, "codec": "int8", "flags": {"clip_grad": 0.5}}]),
-    (4, [{"rank": 3, "layout": {"tp": 2, "pp": 2}, "flags": {}}]),
+    pytest.param(
+        2, [{"rank": 1, "flags": {}}, {"rank": 0, "codec": "int8", "flags": {"clip_grad": 0.5}}], id="dp2 and int8"
+    ),
+    pytest.param(4, [{"rank": 3, "layout": {"tp": 2, "pp": 2}, "flags": {}}], id="tp2 pp2"),
+    pytest.param(
+        8,
+        [{"rank": 6, "layout": {"tp": 2, "pp": 2, "ep": 2}, "flags": {"pipeline_schedule": "zb-h1"}}],
+        id="tp2 pp2 dp2 ep2",
+        marks=pytest.mark.full,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("world", "cases"), CASES, ids=["dp2, plain and int8", "tp2 pp2"])
+def losses_and_norms(results: list[StepResult]) -> list[Any]:
+    return [(result.losses, result.grad_norm) for result in results]
+
+
+@pytest.mark.parametrize(("world", "cases"), CASES)
 def test_an_overflow_on_one_rank_skips_everywhere_and_the_same_batch_goes_on(
-    run_ranks: Callable[..., Any], world: int, cases: list[dict[str, Any]]
+    run_ranks: Callable[..., Any],
+    world: int,
+    cases: list[dict[str, Any]],
 ) -> None:
-    spoilt_step = 2
-    ranks = run_ranks(world, with_and_without_overflow, cases, spoilt_step)  # noqa: F811
-    for number, case in enumerate(cases):
-        each = [rank[number] for rank in ranks]
-        for rank, (undisturbed, found) in enumerate(each):
-            assert found["changed"] == [], "an overflow must leave no trace"
-            assert (found["put"] > 0) == (rank == case["rank"])
-            losses, retry, scale = found["attempt"]
-            assert retry and scale == 2.0**12 and found["steps"] == len(found["taken"])
-            assert losses == undisturbed[spoilt_step][0], "the attempt saw the batch of this step"
-            for step, ((ours, norm, scale), (expected, its_norm, its_scale)) in enumerate(
-                zip(found["taken"], undisturbed, strict=True)
-            ):
-                assert its_scale == 2.0**12 and scale == (2.0**12 if step < spoilt_step else 2.0**11)
-                assert ours == pytest.approx(expected, rel=1e-6) and norm == pytest.approx(its_norm, rel=1e-5)
-            assert found["taken"] == each[0][1]["taken"], "all ranks say the same"
+    for of_ranks in zip(*run_ranks(world, three_runs, cases), strict=True):
+        for found in of_ranks:
+            assert losses_and_norms(found["disturbed"]) == losses_and_norms(of_ranks[0]["disturbed"])
+            assert losses_and_norms(found["disturbed"]) == losses_and_norms(found["halved"])
+            scales = [result.loss_scale for result in found["disturbed"]]
+            assert scales == [2.0**16] * SPOILT_STEP + [2.0**15] * (STEPS - SPOILT_STEP)
+            # What a halved scale changes: gradients below 6e-5 times the scale have fewer bits in fp16.
+            for result, expected in zip(found["disturbed"], found["undisturbed"], strict=True):
+                assert expected.loss_scale == 2.0**16 and result.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_a_forward_pass_that_overflows_lowers_no_scale(run_ranks: Callable[..., Any]) -> None:
+    run_ranks(1, overflowing_forward)
+
+
+def overflowing_forward() -> None:
+    asked = job("none", flags={"precision": "fp16"})
+    engine = engine_of(asked)
+    with torch.no_grad():
+        dict(engine.named_parameters())["lm_head.weight"].fill_(6e4)  # logits beyond 65504
+    result = engine.train_step(batches_of(asked, engine, 0), 1e-3)
+    assert not result.taken and not result.retry and not math.isfinite(result.losses["lm"])
+    assert engine.loss_scale is not None and engine.loss_scale.value == 2.0**16
+
+
+def test_a_run_starts_at_a_high_scale_loses_no_sample_and_ends_at_the_minimum(
+    ranks: Ranks,  # noqa: F811
+    workplace: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    flags = ["--precision", "fp16", "--train-iters", "2", "--eval-iters", "0"]
+    high, low = tmp_path / "high", tmp_path / "low"
+    ranks.start(workplace, *flags, "--run-dir", str(high), "--initial-loss-scale", str(2.0**26))
+    for code, _, err in ranks.finish():
+        assert code == 0, err
+    first, second = lines_of(high / "metrics.jsonl")
+    overflows = first["overflows"] + second["overflows"]
+    assert first["overflows"] > 2 and second["loss_scale"] == 2.0 ** (26 - overflows)
+    assert [first["tokens"], second["tokens"]] == [4 * 16, 8 * 16], "every batch is trained on once"
+    told = [
+        [
+            line["message"]
+            for line in lines_of(high / "logs" / f"rank_0000{rank}.jsonl")
+            if "fp16 overflow" in line["message"]
+        ]
+        for rank in range(2)
+    ]
+    assert len(told[0]) == overflows and told[1] == []
+    assert told[0][0] == (
+        "step 1: fp16 overflow at loss scale 67108864: nothing has changed, trying the same batch at 33554432"
+    )
+    scales = ["--initial-loss-scale", str(2.0**26), "--min-loss-scale", str(2.0**25)]
+    ranks.start(workplace, *flags, "--run-dir", str(low), *scales)
+    for code, _, err in ranks.finish():
+        assert code == 1
+        assert "at the loss scale 33554432, which can't be lowered (--min-loss-scale is 33554432)" in err
+        assert "or --precision bf16" in err and not lines_of(low / "metrics.jsonl")

@@ -23,7 +23,7 @@ from tests.layouts import Job, flags_of
 from tests.test_pretrain import Ranks, lines_of, ranks, workplace  # noqa: F401 (fixtures)
 from tests.training.sharded_state import SharedState
 from tests.training.test_checkpoint import EIGHT, SMALL, assembled, assert_identical
-from tests.training.test_checkpoint_zero import loaded_plain, state_of
+from tests.training.test_checkpoint_zero import loaded_plain, random_state, state_of
 from training import checkpoint, weights
 from training.engine import Engine
 from training.failures import ConfigurationError
@@ -33,17 +33,9 @@ LIMIT = 1 << 16
 
 
 def saved_random(job: Job, path: Path, seed: int = 7) -> Path:
-    """A checkpoint of one rank with random masters and router biases, the moments too."""
+    """A checkpoint of one rank with random masters, moments and router biases."""
     engine = Engine(job.model(), flags_of(job), Mesh.create(Layout()))
-    generator = torch.Generator().manual_seed(seed)
-    for name in engine.optimizer.parameters:
-        for moment in (None, *engine.optimizer.moments):
-            value = engine.optimizer.read(name, moment)
-            drawn = torch.randn(value.shape, generator=generator) * value.shape[-1] ** -0.5
-            engine.optimizer.write(name, drawn + (value.ndim == 1), moment)
-    engine.optimizer.written()
-    for _, buffer in engine.named_buffers():
-        buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
+    random_state(engine, seed)
     return checkpoint.save(engine, path, checkpoint.Position(3, 12), "")
 
 
