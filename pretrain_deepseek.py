@@ -15,6 +15,7 @@ import sys
 from datetime import timedelta
 
 from training.command_line import parse
+from training.deepspeed_config import completed
 from training.failures import ConfigurationError, FailureReport, leave
 from training.validate import read_model_config, validate
 
@@ -35,13 +36,14 @@ def main() -> None:
     """One rank's life. Every error ends the process with one clear message, see `training.failures`."""
     with FailureReport() as report:
         report.tell_peers = tell_waiting_ranks
-        arguments = parse(without_local_rank(sys.argv[1:]))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        arguments, notices = completed(parse(without_local_rank(sys.argv[1:])), world_size)
         config = read_model_config(arguments)
 
         # torch is imported from here on, so that --help and wrong flags answer at once.
         from parallel.launch import destroy, gpu_count, init_distributed
 
-        validate(arguments, config, int(os.environ.get("WORLD_SIZE", "1")), gpu_count())
+        validate(arguments, config, world_size, gpu_count())
         if arguments.compression.kernels is not None:
             os.environ["KERNELS"] = arguments.compression.kernels  # kernels/backend.py reads it
 
@@ -82,7 +84,7 @@ def main() -> None:
         start = prepare(arguments, mesh.world)
         report.directory = start.directory.logs
         with RankLogs(start.directory.logs, mesh.rank, mesh.coordinates()) as logs:
-            for note in start.notes:
+            for note in (*start.notes, *notices):
                 logging.getLogger(__name__).info(note)
             trainer = Trainer(arguments, config, mesh, data, start, logs)
             report.doing = trainer.engine.runtime.doing

@@ -11,6 +11,7 @@ Our names are theirs without "model."; gate and up projections are one tensor, e
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -163,6 +164,14 @@ def _indexed_shape(shape: Shape, index: Index) -> Shape:
 # ------------------------------------------------------------------------------------------------- reading a directory
 
 
+class Part(NamedTuple):
+    """The `part` of a tensor of Hugging Face's that a rank holds, and where: a view of its shard."""
+
+    hf_name: str
+    part: tuple[slice, ...]
+    view: Tensor
+
+
 class HFDirectory:
     """A directory of safetensors, checked against a configuration from the files' headers alone.
 
@@ -212,6 +221,17 @@ class HFDirectory:
             first = at.start - block.start * size
             scales = scales.repeat_interleave(size, dim).narrow(dim, first, at.stop - at.start)
         return values.float() * scales
+
+    @torch.no_grad()
+    def fill(self, parts: Iterable[Part]) -> None:
+        """Copy all of these from the files into their views, in the views' dtype; each file is opened once."""
+        plan: dict[str, list[Part]] = defaultdict(list)
+        for part in parts:
+            plan[self.file_of(part.hf_name)].append(part)
+        for name, wanted in plan.items():
+            with safe_open(self.directory / name, framework="pt") as file:
+                for hf_name, rows, view in itertools.chain.from_iterable(map(_chunks, wanted)):
+                    view.copy_(self.read_from(file, hf_name, rows))
 
     def _read_headers(self, problems: dict[str, list[str]]) -> set[str]:
         """Fills the tables; returns the names that the index promises in files that can't be read."""
@@ -284,14 +304,6 @@ def _listed(problems: Mapping[str, list[str]]) -> Iterator[str]:
             yield f"    … and {len(entries) - _LISTED} more"
 
 
-class _Read(NamedTuple):
-    """One planned copy: `part` of a tensor of the directory into a view of this rank's shard."""
-
-    hf_name: str
-    part: tuple[slice, ...]
-    destination: Tensor
-
-
 @torch.no_grad()
 def load_hf_directory(directory: str | Path, stage_module: nn.Module, config: DeepSeekConfig, mesh: Mesh) -> None:
     """Fill a stage's parameters and router biases with this rank's part of a Hugging Face directory, in their dtype.
@@ -304,7 +316,7 @@ def load_hf_directory(directory: str | Path, stage_module: nn.Module, config: De
     shapes = global_shapes(config)
     buffers = {name: buffer for name, buffer in stage_module.named_buffers() if name in shapes}
     held = {**dict(stage_module.named_parameters()), **buffers}
-    plan: dict[str, list[_Read]] = defaultdict(list)  # by file, so that each is opened once
+    parts: list[Part] = []
     for global_name, tensor in held.items():
         sharding = getattr(tensor, "sharding", Sharding())
         if global_name not in shapes or sharding.global_shape(tensor.shape) != shapes[global_name]:
@@ -312,21 +324,18 @@ def load_hf_directory(directory: str | Path, stage_module: nn.Module, config: De
                 f"the stage's {global_name} is {list(sharding.global_shape(tensor.shape))}, its configuration makes it "
                 f"{list(shapes.get(global_name, ()))}: it was built from another one"
             )
-        for read in _reads(global_name, tensor.detach(), sharding, config, mesh):
-            plan[source.file_of(read.hf_name)].append(read)
+        parts += parts_of_block(global_name, tensor.detach(), sharding, config, mesh)
     for tensor in held.values():
         sharding = getattr(tensor, "sharding", Sharding())
         if valid_part(tensor, sharding, mesh).shape != tensor.shape:
             tensor.zero_()
-    for name, reads in plan.items():
-        with safe_open(Path(directory) / name, framework="pt") as file:
-            for read in reads:
-                for part, destination in _chunks(read):
-                    destination.copy_(source.read_from(file, read.hf_name, part))
+    source.fill(parts)
 
 
-def _reads(global_name: str, tensor: Tensor, sharding: Sharding, config: DeepSeekConfig, mesh: Mesh) -> Iterator[_Read]:
-    """What this rank reads for one of its tensors: each piece, cut by the rank's block of the split dimension."""
+def parts_of_block(
+    global_name: str, tensor: Tensor, sharding: Sharding, config: DeepSeekConfig, mesh: Mesh
+) -> Iterator[Part]:
+    """What one of this rank's tensors holds: each piece, cut by the rank's block of the split dimension."""
     shape = global_shapes(config)[global_name]
     local = valid_part(tensor, sharding, mesh)
     held = [slice(0, size) for size in shape]
@@ -348,13 +357,13 @@ def _reads(global_name: str, tensor: Tensor, sharding: Sharding, config: DeepSee
                 part.append(slice(start - at.start, stop - at.start))
                 inside.append(slice(start - mine.start, stop - mine.start))
         else:
-            yield _Read(hf_name, tuple(part), local[tuple(inside)])
+            yield Part(hf_name, tuple(part), local[tuple(inside)])
 
 
-def _chunks(read: _Read) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """The same copy in blocks of rows of at most `_CHUNK_BYTES` in fp32."""
-    rows, *others = read.part
+def _chunks(whole: Part) -> Iterator[Part]:
+    """The same in blocks of rows of at most `_CHUNK_BYTES` in fp32."""
+    rows, *others = whole.part
     height = max(1, _CHUNK_BYTES // (4 * math.prod(at.stop - at.start for at in others)))
     for start in range(rows.start, rows.stop, height):
         stop = min(start + height, rows.stop)
-        yield (slice(start, stop), *others), read.destination[start - rows.start : stop - rows.start]
+        yield Part(whole.hf_name, (slice(start, stop), *others), whole.view[start - rows.start : stop - rows.start])

@@ -67,6 +67,13 @@ class Sharding:
             shape[self.split_dim] = self.full_size
         return tuple(shape)
 
+    def block_shape(self, whole: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+        """The reverse: the shape of every rank's block of a parameter of this global shape, padding included."""
+        shape = list(whole)
+        if self.split_dim is not None and (axis := self.axis_of(mesh)) is not None:
+            shape[self.split_dim] = -(-shape[self.split_dim] // axis.size)
+        return tuple(shape)
+
 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
     """The annotation of a parameter; raises AttributeError with advice when its layer forgot it."""

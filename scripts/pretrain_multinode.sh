@@ -102,13 +102,14 @@ say_how_it_starts() {
 
 check_memory() {
   local processes=$((NPROC_PER_NODE * (ONE_HOST ? NNODES : 1)))
-  ((${#GPUS[@]} >= processes)) || "$BASE_PYTHON" "$ROOT/scripts/lib/memory.py" "$processes" || exit 1
+  ((${#GPUS[@]} >= processes)) || PYTHONPATH=$ROOT "$BASE_PYTHON" -m scripts.lib.memory "$processes" || exit 1
 }
 
 main() {
-  if has_flag help || [[ ${FLAGS[0]:-} == -h ]]; then
+  if has_flag help || has_flag help-compositions || [[ ${FLAGS[0]:-} == -h ]]; then
     if [[ ${PREPARE:-1} != 0 ]]; then prepare_environment run; else find_environment; fi
-    exec "$PYTHON" "$ROOT/pretrain_deepseek.py" --help
+    if has_flag help-compositions; then FLAGS=(--help-compositions); else FLAGS=(--help); fi
+    exec "$PYTHON" "$ROOT/pretrain_deepseek.py" "${FLAGS[@]}"
   fi
   choose_nodes
   check_network

@@ -282,3 +282,10 @@ def test_too_little_memory_is_said_with_the_numbers(tmp_path: Path) -> None:
     (group / "memory.max").write_text("max")
     assert available(tmp_path) == 4 * GIB
     assert available(tmp_path / "nowhere") is None
+    (tmp_path / "proc/self").mkdir()  # a batch job's own group, below one without a limit
+    (tmp_path / "proc/self/cgroup").write_text("0::/slurm/job_7\n")
+    job = group / "slurm/job_7"
+    job.mkdir(parents=True)
+    for name, text in (("memory.max", f"{2 * GIB}"), ("memory.current", f"{GIB}"), ("memory.stat", "")):
+        (job / name).write_text(text)
+    assert available(tmp_path) == GIB

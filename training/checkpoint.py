@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
+import math
 import re
 import shutil
 import warnings
@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from model.config import DeepSeekConfig
+from model.hf import global_shapes
 from parallel.comm import barrier, gather_objects
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import Sharding, sharding_of, valid_part
-from training import residuals
+from training import residuals, weights
+from training.durable import fsync, write_text
 from training.engine import Engine
 from training.failures import ConfigurationError
 
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 META = "meta.json"
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{8,})")
+_CHUNK_BYTES = 256 << 20
+"""What a rank holds at a time, beyond its own shards, while it loads state that replicas share."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,27 @@ def newest(directory: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
+def find_weights(directory: Path) -> Path:
+    """`directory` itself, where it holds safetensors, else what a step's or a run's (newest) has; ConfigurationError
+    where there are none."""
+    step = newest(directory) or newest(directory / "checkpoints") or directory
+    for place in (directory, step / weights.DIRECTORY):
+        if any((place / name).exists() for name in weights.FILES):
+            return place
+    raise ConfigurationError(
+        f"{directory} holds no 16-bit weights, nor does {step / weights.DIRECTORY}: give a run saved with "
+        f"--save-16bit-weights, or a directory with {' or '.join(weights.FILES)}"
+    )
+
+
 def save(engine: Engine, directory: Path, position: Position, arguments_yaml: str) -> Path:
     """Write `directory`/step_… . Collective. An interrupted save leaves no step_ directory; an earlier one stays whole.
 
     Stored: fp32 masters, optimizer moments, router biases, the step and samples consumed, the model's configuration,
-    the flags; where gradients are compressed, each rank's residuals (see `residuals`). Training draws no random numbers
-    after initialisation, so no generator's state is needed to go on bit for bit.
+    the flags; where gradients are compressed, each rank's residuals (see `residuals`); where asked for, the model in 16
+    bits (see `weights`). Training draws no random numbers after initialisation, so no generator's state is needed to go
+    on bit for bit. What ZeRO shards over replicas is put together one parameter at a time, and kept on the host by one
+    replica each: a rank holds about 1/shards of the whole beyond its own.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -75,10 +94,12 @@ def save(engine: Engine, directory: Path, position: Position, arguments_yaml: st
         partial.mkdir(parents=True)
     barrier(mesh.world)
     with _quiet():
-        dcp.save(_state(engine), checkpoint_id=partial, no_dist=mesh.world_size == 1)
+        dcp.save(_to_write(engine), checkpoint_id=partial, no_dist=mesh.world_size == 1)
     if engine.reducer.compression is not None:
         residuals.save(engine.reducer, partial)
-        barrier(mesh.world)  # all are on disk before the rename
+    if engine.arguments.checkpoint.save_16bit_weights:
+        weights.save(engine, partial / weights.DIRECTORY)
+    barrier(mesh.world)  # all is on disk before the rename
     if mesh.world.is_first:
         meta = {
             "format": FORMAT,
@@ -86,19 +107,20 @@ def save(engine: Engine, directory: Path, position: Position, arguments_yaml: st
             "optimizer": engine.arguments.optimizer.optimizer,
             "global_batch_size": engine.arguments.training.global_batch_size,
             "layout": dataclasses.asdict(mesh.layout) | {"world_size": mesh.world_size},
+            "zero_stage": engine.arguments.zero.zero_stage or 0,
+            "loss_scale": None if engine.loss_scale is None else engine.loss_scale.state(),
             "torch": torch.__version__,
             "model": engine.config.to_dict(),
         }
-        (partial / "config.yaml").write_text(arguments_yaml, encoding="utf-8")
-        (partial / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        for file in ("config.yaml", META, "."):
-            _fsync(partial / file)
+        write_text(partial / "config.yaml", arguments_yaml)
+        write_text(partial / META, json.dumps(meta, indent=1))
+        fsync(partial)
         replaced = directory / f".{final.name}.replaced"
         shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
-        _fsync(directory)
+        fsync(directory)
         shutil.rmtree(replaced, ignore_errors=True)
     barrier(mesh.world)
     return final
@@ -112,7 +134,7 @@ def load(engine: Engine, path: Path) -> Position:
     meta = _read_meta(path)
     if gather_objects(meta, engine.mesh.world).count(meta) != engine.mesh.world_size:
         raise ConfigurationError(f"ranks read different checkpoints at {path}: is the directory shared by all hosts?")
-    _check_model(DeepSeekConfig.from_dict(meta["model"]), engine.config, path)
+    weights.check_model(DeepSeekConfig.from_dict(meta["model"]), engine.config, path)
     if meta["optimizer"] != engine.arguments.optimizer.optimizer:
         raise ConfigurationError(
             f"{path} was saved with --optimizer {meta['optimizer']}, this run has "
@@ -125,11 +147,13 @@ def load(engine: Engine, path: Path) -> Position:
             f"schedule of the learning rate and the data would not fit together; use {meta['global_batch_size']}"
         )
     engine.optimizer.prepare(meta["step"])
-    with _quiet():
-        import torch.distributed.checkpoint as dcp
-
-        dcp.load(_state(engine), checkpoint_id=path, no_dist=engine.mesh.world_size == 1)
+    _fill(engine, path)
     engine.optimizer.written()
+    if engine.loss_scale is not None:
+        if state := meta.get("loss_scale"):
+            engine.loss_scale.load(state)
+        else:
+            logger.info("%s has no loss scale: it starts at %g", path, engine.loss_scale.value)
     engine.steps_done = meta["step"]
     residuals.load(engine.reducer, path)
     return Position(meta["step"], meta["consumed_samples"])
@@ -145,61 +169,106 @@ def _read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _check_model(saved: DeepSeekConfig, ours: DeepSeekConfig, path: Path) -> None:
-    differences = [
-        f"{field.name} {getattr(saved, field.name)!r} there, {getattr(ours, field.name)!r} here"
-        for field in dataclasses.fields(DeepSeekConfig)
-        if field.name not in ("extra", "aux_loss_alpha", "initializer_range")
-        and getattr(saved, field.name) != getattr(ours, field.name)
-    ]
-    if differences:
-        raise ConfigurationError(f"{path} is a checkpoint of another model: {'; '.join(differences)}")
+def _key(name: str, moment: str | None) -> str:
+    return f"model.{name}" if moment is None else f"optimizer.{moment}.{name}"
 
 
-def _state(engine: Engine) -> dict[str, torch.Tensor]:
-    """Every tensor of the run under its global name; loading writes into these very tensors."""
-    mesh = engine.mesh
-    device_meshes: dict[str, DeviceMesh] = {}
-    optimizer = engine.optimizer
-    state: dict[str, torch.Tensor] = {}
+def _live(engine: Engine) -> dict[str, torch.Tensor]:
+    """What this rank has itself, under global names: these very tensors are written, and filled when loading."""
+    optimizer, device_meshes = engine.optimizer, _DeviceMeshes(engine.mesh)
+    state = {f"model.{name}": buffer for name, buffer in engine.named_buffers()}
     for name, parameter in optimizer.parameters.items():
-        sharding = sharding_of(parameter)
-        state[f"model.{name}"] = _global(optimizer.read(name).detach(), sharding, mesh, device_meshes)
-        for moment in optimizer.moments:
-            state[f"optimizer.{moment}.{name}"] = _global(optimizer.read(name, moment), sharding, mesh, device_meshes)
-    for name, buffer in engine.named_buffers():
-        state[f"model.{name}"] = buffer
+        if optimizer.shards(name) is None:
+            for moment in (None, *optimizer.moments):
+                value = optimizer.read(name, moment).detach()
+                state[_key(name, moment)] = device_meshes.as_part(value, sharding_of(parameter))
     return state
 
 
-def _global(local: torch.Tensor, sharding: Sharding, mesh: Mesh, device_meshes: dict[str, DeviceMesh]) -> torch.Tensor:
-    """This rank's block as a part of the global tensor; a whole tensor as it is (one of its copies is stored)."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
+def _to_write(engine: Engine) -> dict[str, torch.Tensor]:
+    """`_live`, and of what replicas share the blocks dealt to this rank. Collective over each parameter's shards.
 
-    axis: Axis | None = sharding.axis_of(mesh)
-    if axis is None or axis.group is None:
-        return local
-    if axis.name not in device_meshes:
-        device_meshes[axis.name] = DeviceMesh.from_group(axis.group, mesh.device.type)
-    shape = torch.Size(sharding.global_shape(local.shape))
-    assert sharding.split_dim is not None
-    return DTensor.from_local(
-        valid_part(local, sharding, mesh),
-        device_meshes[axis.name],
-        [Shard(sharding.split_dim)],
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    A key may be absent elsewhere: torch.distributed.checkpoint writes what it finds, once.
+    """
+    optimizer, device_meshes, state = engine.optimizer, _DeviceMeshes(engine.mesh), _live(engine)
+    dealt: dict[str, list[int]] = {}  # axis -> bytes that each of its ranks got, the same on all of them
+    for name, parameter in optimizer.parameters.items():
+        shards = optimizer.shards(name)
+        if shards is None:
+            continue
+        for moment in (None, *optimizer.moments):
+            value = optimizer.read(name, moment).detach()
+            given = dealt.setdefault(shards.name, [0] * shards.size)
+            keeper = given.index(min(given))
+            given[keeper] += value.nbytes
+            if keeper == shards.rank:
+                state[_key(name, moment)] = device_meshes.as_part(value.cpu(), sharding_of(parameter))
+            del value  # before the next is read
+    return state
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _fill(engine: Engine, path: Path) -> None:
+    """The reverse of `_to_write`: shared state is read in chunks, whole, of which each rank takes its shard."""
+    import torch.distributed.checkpoint as dcp
+
+    mesh, optimizer, shapes = engine.mesh, engine.optimizer, global_shapes(engine.config)
+    no_dist, device_meshes = mesh.world_size == 1, _DeviceMeshes(mesh)
+    with _quiet():
+        dcp.load(_live(engine), checkpoint_id=path, no_dist=no_dist)
+    chunks: list[list[tuple[str, str | None, tuple[int, ...]]]] = []
+    room = 0
+    for name, parameter in optimizer.parameters.items():
+        if optimizer.shards(name) is None:
+            continue
+        shape = sharding_of(parameter).block_shape(shapes[name], mesh)
+        for moment in (None, *optimizer.moments):
+            size = 4 * math.prod(shape)
+            if size > room:
+                chunks.append([])
+                room = _CHUNK_BYTES
+            chunks[-1].append((name, moment, shape))
+            room -= size
+    for i in range(max(gather_objects(len(chunks), mesh.world))):  # stages have other numbers of them
+        wanted = chunks[i] if i < len(chunks) else []
+        blocks = {(name, moment): torch.zeros(shape, device=mesh.device) for name, moment, shape in wanted}
+        parts = {
+            _key(name, moment): device_meshes.as_part(block, sharding_of(optimizer.parameters[name]))
+            for (name, moment), block in blocks.items()
+        }
+        with _quiet():
+            dcp.load(parts, checkpoint_id=path, no_dist=no_dist)
+        for (name, moment), block in blocks.items():
+            optimizer.write(name, block, moment)
+
+
+class _DeviceMeshes:
+    """torch's names for our axes, made when first asked for."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self._made: dict[tuple[str, str], DeviceMesh] = {}
+
+    def as_part(self, local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+        """This rank's block as a part of the global tensor; a whole tensor as it is (one of its copies is stored)."""
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        axis: Axis | None = sharding.axis_of(self.mesh)
+        if axis is None or axis.group is None:
+            return local
+        key = (axis.name, local.device.type)  # not the mesh's device: a block kept for writing is on the host
+        if key not in self._made:
+            self._made[key] = DeviceMesh.from_group(axis.group, local.device.type)
+        shape = torch.Size(sharding.global_shape(local.shape))
+        assert sharding.split_dim is not None
+        return DTensor.from_local(
+            valid_part(local, sharding, self.mesh),
+            self._made[key],
+            [Shard(sharding.split_dim)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
 
 
 class _quiet(warnings.catch_warnings):

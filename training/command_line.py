@@ -22,6 +22,7 @@ from typing import Any
 import tyro
 import yaml
 
+from training import compositions
 from training.arguments import GROUP_OF, Arguments, Kernels, numbers_from_text
 from training.failures import ConfigurationError
 from training.megatron import EXACT, instead_of, nearly
@@ -38,10 +39,14 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None =
 
     Raises ConfigurationError for unknown flags, with what Megatron's are here or the closest one, and for values of
     another type.
-    `--help` prints and raises SystemExit(0).
+    `--help` prints and raises SystemExit(0), and so does `--help-compositions`, whatever else is given.
     """
     environ = os.environ if environ is None else environ
-    words = _with_known_flags(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if any(word.startswith("--") and _field_name(word) == "help_compositions" for word in argv):
+        print(compositions.as_text())
+        raise SystemExit(0)
+    words = _with_known_flags(argv)
     config = _value_of("--config", words)
     arguments = _run_tyro(words, default=_read_config(config) if config else Arguments())
     backend = environ.get("TORCH_DISTRIBUTED_BACKEND")
@@ -61,15 +66,18 @@ def to_yaml(arguments: Arguments) -> str:
     """All flags of a run as flat YAML, a comment before each group; `from_yaml` gives back an equal object.
 
     `--config` isn't among them: what its file said is. Nor are `--resume` and `--overwrite`, which are words about one
-    start: whoever reads the file again must not move a run aside by it.
+    start: whoever reads the file again must not move a run aside by it. `--help-compositions` starts no run.
     """
     parts = []
     for group in dataclasses.fields(arguments):
         values = dataclasses.asdict(getattr(arguments, group.name))
-        values = {name: value for name, value in values.items() if name not in ("config", "resume", "overwrite")}
+        values = {name: value for name, value in values.items() if name not in _OF_ONE_START}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         parts.append(f"# {group.name}\n" + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
     return "\n".join(parts)
+
+
+_OF_ONE_START = ("config", "resume", "overwrite", "help_compositions")
 
 
 def from_yaml(text: str, source: str = "YAML") -> Arguments:

@@ -14,7 +14,7 @@ from kernels import backend
 from parallel.buckets import Bucket
 from parallel.compression.low_rank import matrices
 from parallel.compression.options import CompressionOptions
-from parallel.gradients import GradientReducer
+from parallel.gradients import Gradients
 from parallel.sharding import sharding_of
 from training.advice import Exchange
 from training.arguments import CompressionArguments
@@ -64,7 +64,7 @@ def choose_kernels(options: CompressionOptions, device: torch.device) -> None:
         raise ConfigurationError(f"--kernels (or the environment's {backend.VARIABLE}): {error}") from error
 
 
-def what_is_compressed(reducer: GradientReducer) -> str | None:
+def what_is_compressed(reducer: Gradients) -> str | None:
     """One line: how many of this rank's gradients are compressed, how, and what travels in fp32 all the same."""
     if reducer.compression is None:
         return None
@@ -101,7 +101,7 @@ def _why_exact(options: CompressionOptions, parameter: torch.nn.Parameter, bucke
     return role if role in options.exclude else "vector"
 
 
-def record_of(reducer: GradientReducer) -> dict[str, float]:
+def record_of(reducer: Gradients) -> dict[str, float]:
     """What the last step's reduction took on this rank, by the names of metrics.jsonl; {} where nothing is compressed.
 
     Bytes are those of all gradients, compressed or not. Seconds and error are of what was compressed, and 0 in warm-up.
@@ -125,7 +125,7 @@ def record_of(reducer: GradientReducer) -> dict[str, float]:
     }
 
 
-def exchange_of(reducer: GradientReducer) -> Exchange | None:
+def exchange_of(reducer: Gradients) -> Exchange | None:
     """The compressed part of the last step's reduction, as the watch takes it; None where it was all in fp32."""
     statistics = reducer.compression_statistics()
     if statistics is None:

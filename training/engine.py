@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from model.microbatch import MicroBatch, set_denominators
 from model.options import ModelOptions
 from model.router import routers, sum_counts, update_router_bias
 from parallel.comm import all_reduce_, barrier
-from parallel.gradients import GradientReducer
+from parallel.gradients import GradientReducer, Gradients
 from parallel.mesh import Mesh
 from parallel.pipeline.runtime import PipelineRuntime
 from parallel.pipeline.schedule import Schedule
@@ -31,6 +32,10 @@ from training.optimizer import Optimizer
 from training.pipeline import layers_of_stages, placement_asked, schedule_of
 from training.precision import DTYPES, LossScale
 from training.update import OptimizerState, ReducedUpdate, Update
+from training.zero import sharded_optimizer, zero_engine, zero_stage
+
+if TYPE_CHECKING:
+    from parallel.zero import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class StepResult:
     losses: by name: "lm" (mean nats a token over the global batch), "mtp_1", …, "aux"; grad_norm: before clipping;
     tokens: that counted in the loss; expert_loads: int64 [MoE layers of the model, experts], choices of the global
     batch, dropped ones too; dropped: int64 [MoE layers], how many of them were dropped; sent_bytes: by axis, of all
-    ranks together, up to the message that sums them. Tensors are on the CPU.
+    ranks together, from the update of the step before to the message that sums them. Tensors are on the CPU.
     """
 
     losses: dict[str, float]
@@ -111,30 +116,43 @@ class Engine:
         for _, parameter in self.named_parameters():
             # Parameters only: buffers such as the router's bias stay fp32.
             parameter.data = parameter.data.to(self.dtype)
-        self.reducer = GradientReducer(
-            self.named_parameters(),
-            mesh,
-            arguments.distributed.bucket_cap_mb,
-            arguments.distributed.overlap_grad_reduce,
-            # The runtime never enters no_sync: only just before the group's timeout is a late rank a fault.
-            patience=0.9 * 60 * arguments.distributed.distributed_timeout_minutes,
-            compression=compression_options(arguments.compression),
-        )
         self.steps_done = 0
         """Steps of the run so far, those before a checkpoint was loaded included; not all of them were taken.
 
         An attempt that is to be made again doesn't count.
         """
+        self.reducer: Gradients
         self.optimizer: OptimizerState
-        self.optimizer = optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
-        self.update: Update = ReducedUpdate(self.reducer, optimizer, arguments.optimizer.clip_grad)
-        self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished)
+        self.update: Update
+        if zero_stage(arguments) > 1:
+            zero = zero_engine(self.stages[0], self.named_parameters(), arguments, mesh)
+            self.reducer = self.optimizer = self.update = zero
+            self.runtime = PipelineRuntime(mesh, {0: zero}, self.dtype, MicroBatch.finished, zero.backward)
+        else:
+            reducer = GradientReducer(
+                self.named_parameters(),
+                mesh,
+                arguments.distributed.bucket_cap_mb,
+                arguments.distributed.overlap_grad_reduce,
+                # The runtime never enters no_sync: only just before the group's timeout is a late rank a fault.
+                patience=0.9 * 60 * arguments.distributed.distributed_timeout_minutes,
+                compression=compression_options(arguments.compression),
+            )
+            optimizer: Optimizer | ShardedOptimizer
+            if zero_stage(arguments) == 1:
+                optimizer = sharded_optimizer(self.named_parameters(), arguments, mesh)
+            else:
+                optimizer = Optimizer(self.named_parameters(), arguments.optimizer)
+            self.reducer, self.optimizer = reducer, optimizer
+            self.update = ReducedUpdate(reducer, optimizer, arguments.optimizer.clip_grad)
+            self.runtime = PipelineRuntime(mesh, self.stages, self.dtype, MicroBatch.finished)
         self.routers = routers(self.stages.values())
         self.moe_layers = [layer for layer in range(config.num_layers_with_mtp) if config.is_moe_layer(layer)]
         # Each communicator is used once, in one order on all ranks: none is then set up in the middle of a step.
         for axis in mesh.collective_axes():
             barrier(axis)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._sent_by_update: dict[str, int] = {}  # in the last step, after the message that sums what was sent
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Global name and parameter, in forward order, of every stage of this rank; shared ones once."""
@@ -159,9 +177,12 @@ class Engine:
         loads, dropped = sum_counts(self.routers, self.mesh)
         counts = self._of_all_layers(loads, dropped)
         sent = {axis: now - before[axis] for axis, now in self.mesh.sent_bytes().items()}
+        sent = {axis: sent + self._sent_by_update.get(axis, 0) for axis, sent in sent.items()}
         losses, sent = self._reported(microbatches, sent)
         finite = all(map(math.isfinite, losses.values()))
+        before = self.mesh.sent_bytes()
         norm, taken = self.update.step(lr, finite)
+        self._sent_by_update = {axis: now - before[axis] for axis, now in self.mesh.sent_bytes().items()}
         scale, retry = None, False
         if self.loss_scale is not None:
             scale = self.loss_scale.value

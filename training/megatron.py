@@ -80,9 +80,8 @@ _LINES = {
     "accumulate-allreduce-grads-in-fp32 main-grads-dtype main-params-dtype": (
         "leave it out: gradients are accumulated and reduced in fp32, master weights are fp32, always"
     ),
-    "attention-softmax-in-fp32 disable-bf16-reduced-precision-matmul fp16-lm-cross-entropy": (
-        "leave it out: the cross entropy and the router work in fp32, attention is torch's own"
-    ),
+    "attention-softmax-in-fp32 apply-query-key-layer-scaling disable-bf16-reduced-precision-matmul "
+    "fp16-lm-cross-entropy": ("leave it out: the cross entropy and the router work in fp32, attention is torch's own"),
     "calculate-per-token-loss": "leave it out: the loss is always the mean over the tokens of the whole global batch",
     "use-cpu-initialization init-model-with-meta-device lazy-mpu-init no-initialization": (
         "leave it out: initial weights depend on --seed and a parameter's name, not on the layout"
@@ -135,7 +134,7 @@ _LINES = {
     ),
     "log-validation-ppl-to-tensorboard": "leave it out: the perplexity is exp of the validation loss, in nats a token",
     "no-log-loss-scale-to-tensorboard log-world-size-to-tensorboard": (
-        "leave it out: there is no loss scaling, and the world size is said at the start"
+        "leave it out: the loss scale is in metrics.jsonl and TensorBoard, the world size is said at the start"
     ),
     "use-tp-pp-dp-mapping": "leave it out: ranks are numbered tensor fastest, then context, data, pipeline",
     "disable-gloo-process-groups disable-msc no-one-logger no-async-tensor-model-parallel-allreduce "
@@ -145,28 +144,37 @@ _LINES = {
         "leave it out: there is no such thing to turn off"
     ),
     "local-rank": "leave it out: LOCAL_RANK of the environment says it, as torchrun sets it",
+    # Sharding over replicas, and the host's memory.
+    "use-distributed-optimizer zero zero-optimization": "use --zero-stage 1: replicas share the optimizer's states",
+    "use-megatron-fsdp use-torch-fsdp2 fsdp data-parallel-sharding-strategy": (
+        "use --zero-stage 2 (gradients shared too) or 3 (parameters too); --help-compositions says beside what"
+    ),
+    "overlap-param-gather overlap-param-gather-with-optimizer-step torch-fsdp2-* fsdp-double-buffer "
+    "suggested-communication-unit-size keep-fp8-transpose-cache": (
+        "leave it out: gathering is DeepSpeed's; --deepspeed-config takes its bucket sizes and overlap_comm"
+    ),
+    "enable-full-sharding-in-hsdp num-distributed-optimizer-instances": (
+        "not there: --zero-stage shards over all replicas alike"
+    ),
+    "optimizer-cpu-offload": "use --offload-optimizer cpu with --zero-stage 1, 2 or 3",
+    "optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload": (
+        "leave it out: --offload-optimizer cpu moves all optimizer states, and the step is DeepSpeed's CPU-Adam"
+    ),
+    "no-pin-cpu-grads no-pin-cpu-params": (
+        "leave it out: pin_memory in the offload sections of --deepspeed-config says it"
+    ),
+    "fp16": "use --precision fp16",
+    "deepspeed": "leave it out: --zero-stage or --deepspeed-config turn DeepSpeed on",
     # Not there yet, with what one can do today.
-    "use-distributed-optimizer overlap-param-gather overlap-param-gather-with-optimizer-step "
-    "data-parallel-sharding-strategy "
-    "use-megatron-fsdp use-torch-fsdp2 torch-fsdp2-* fsdp-double-buffer suggested-communication-unit-size "
-    "keep-fp8-transpose-cache enable-full-sharding-in-hsdp num-distributed-optimizer-instances": (
-        "not there yet: optimizer states aren't sharded (ZeRO is to come with DeepSpeed); "
-        "--pipeline-model-parallel-size and --tensor-model-parallel-size split them"
-    ),
-    "optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload "
-    "overlap-cpu-optimizer-d2h-h2d "
-    "no-pin-cpu-grads no-pin-cpu-params cpu-offloading-num-layers": "not there yet: nothing is offloaded to the host",
-    "fp16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis apply-query-key-layer-scaling": (
-        "not there yet: use --precision bf16, which needs no loss scaling"
-    ),
+    "cpu-offloading-num-layers": "not there: activations stay on the device; --recompute-granularity saves them",
     "fp8-* no-fp8-wgrad fp4-* first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 "
     "reuse-grad-buf-for-mxfp8-param-ag moe-router-padding-for-fp8 kitchen-*": (
-        "not there yet: --precision has fp32 and bf16"
+        "not there yet: --precision has fp32, bf16 and fp16"
     ),
     "grad-reduce-in-bf16 ddp-reduce-scatter-with-fp32-accumulation": (
         "use --grad-compression bf16: gradients travel in bf16 and are summed in fp32"
     ),
-    "use-precision-aware-optimizer exp-avg-dtype exp-avg-sq-dtype": "not there yet: optimizer states are fp32",
+    "use-precision-aware-optimizer": "leave it out: --exp-avg-dtype and --exp-avg-sq-dtype work without it",
     "num-layers-per-virtual-pipeline-stage": (
         "use --pipeline-schedule interleaved with --num-virtual-stages-per-pipeline-rank"
     ),
@@ -212,9 +220,8 @@ _LINES = {
     "mock-data sample-rate": (
         "not there yet: bash scripts/pretrain_multinode.sh makes a corpus where --data-path isn't given"
     ),
-    "no-load-optim finetune pretrained-checkpoint load-main-params-from-ckpt no-save-optim": (
-        "not there yet: --load takes weights, optimizer state and step together"
-    ),
+    "no-load-optim finetune": "use --pretrained-checkpoint: it takes 16-bit weights alone and begins at step 0",
+    "load-main-params-from-ckpt no-save-optim": "not there: --load takes weights, optimizer state and step together",
     "ckpt-step": "not there yet: --load takes the newest step in its directory; link the one you want into a directory",
     "save-retain-interval": "not there yet: every checkpoint of --save-interval is kept",
     "async-save use-persistent-ckpt-worker non-persistent-* replication replication-*": (
@@ -327,7 +334,6 @@ _LINES = {
     "activation-checkpoint.mode gradient-checkpointing": "use --recompute-granularity full",
     "job.config-file": "use --config",
     "output-dir log-dir": "use --run-dir",
-    "deepspeed zero-stage": "not there yet: ZeRO is to come with DeepSpeed, by --deepspeed-config",
 }
 """Flags, separated by blanks, where * stands for the rest of a name -> the line that all of them get."""
 

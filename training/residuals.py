@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from parallel.gradients import GradientReducer
+from parallel.gradients import GradientReducer, Gradients
 from parallel.mesh import Mesh
+from training.durable import fsync, write_safetensors
 from training.failures import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -39,27 +39,17 @@ def belonging_to(reducer: GradientReducer) -> dict[str, Any]:
     return json.loads(json.dumps(facts))  # tuples as lists, as they are read back
 
 
-def save(reducer: GradientReducer, directory: Path) -> None:
+def save(reducer: Gradients, directory: Path) -> None:
     """This rank's file in `directory`/residuals, on disk on return. Not collective: wait for the others afterwards."""
-    from safetensors.torch import save_file
-
+    assert isinstance(reducer, GradientReducer), "engines of DeepSpeed don't compress"
     folder = directory / DIRECTORY
     folder.mkdir(exist_ok=True)
-    path = folder / _file(reducer.mesh.rank)
     metadata = {"belongs_to": json.dumps(belonging_to(reducer))}
-    path.touch()
-    mode = path.stat().st_mode  # that of every other file of a checkpoint: safetensors' own can be read by nobody else
-    save_file({name: tensor.contiguous() for name, tensor in reducer.residuals().items()}, path, metadata)
-    path.chmod(mode)
-    for written in (path, folder):
-        descriptor = os.open(written, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    write_safetensors(folder / _file(reducer.mesh.rank), reducer.residuals(), metadata)
+    fsync(folder)
 
 
-def load(reducer: GradientReducer, directory: Path) -> None:
+def load(reducer: Gradients, directory: Path) -> None:
     """Fill the reducer's residuals from a checkpoint's directory, bit for bit where they fit; else they are zero.
 
     What isn't taken is told in one line that names both. After another --bucket-cap-mb only those of second shots start
@@ -70,6 +60,7 @@ def load(reducer: GradientReducer, directory: Path) -> None:
         if saved is not None:
             logger.info("%s holds residuals of %s; this run doesn't compress and leaves them", directory, _words(saved))
         return
+    assert isinstance(reducer, GradientReducer), "engines of DeepSpeed don't compress"
     ours = belonging_to(reducer)
     if saved != ours:
         differences = "none were saved"

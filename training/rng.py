@@ -92,7 +92,12 @@ def _facts(arguments: Arguments) -> dict[str, str]:
     facts["torch"], facts["numpy"] = torch.__version__, np.__version__
     root = Path(__file__).parents[1]
     facts["this project's code (hash)"] = _hash(file for room in _CODE for file in sorted((root / room).rglob("*.py")))
-    for flag, path in (("--model", arguments.model.model), ("--tokenizer-model", arguments.data.tokenizer_model)):
+    files = {
+        "--model": arguments.model.model,
+        "--tokenizer-model": arguments.data.tokenizer_model,
+        "--deepspeed-config": arguments.zero.deepspeed_config,
+    }
+    for flag, path in files.items():
         if path is not None:
             facts[f"content of {flag} (hash)"] = _hash([Path(path)])
     for prefix in arguments.data.data_path:

@@ -45,6 +45,8 @@ from training.progress import Progress
 from training.run_directory import Start
 from training.schedule import LearningRateSchedule, lr_at
 from training.validate_compression import compression_warnings
+from training.validate_zero import zero_warnings
+from training.weights import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +256,7 @@ class Trainer:
         logger.info("saved %s", path, extra={"terminal": False})
 
     def _load(self, start: Start) -> checkpoint.Position:
-        """From the run's newest checkpoint when resuming, else from --load, else from nothing."""
+        """From the run's newest checkpoint when resuming, else from --load or --pretrained-checkpoint, or nothing."""
         path = checkpoint.newest(self.directory.checkpoints) if start.resumed else None
         # Rank 0 decides: a rank that sees another newest one, or none, must not go another way.
         path = gather_objects(path, self.mesh.world)[0]
@@ -267,10 +269,24 @@ class Trainer:
         if path is None:
             if start.resumed:
                 logger.info("the earlier run saved no checkpoint: starting from step 1")
+            if self.arguments.checkpoint.pretrained_checkpoint:
+                self._load_weights(Path(self.arguments.checkpoint.pretrained_checkpoint))
             return checkpoint.Position(0, 0)
         done = checkpoint.load(self.engine, path)
         logger.info("loaded %s: %d steps, %d sequences", path, done.step, done.consumed_samples)
         return done
+
+    def _load_weights(self, given: Path) -> None:
+        found: Path | str
+        try:
+            found = checkpoint.find_weights(given)
+        except ConfigurationError as error:
+            found = str(error)
+        found = gather_objects(found, self.mesh.world)[0]
+        if isinstance(found, str):
+            raise ConfigurationError(f"--pretrained-checkpoint {found}")
+        load_weights(self.engine, found)
+        logger.info("loaded %s: the weights alone, at step 0", found)
 
     def _batches(self) -> tuple[Batches, ValidationSteps | None]:
         training, data = self.arguments.training, self.arguments.data
@@ -316,8 +332,9 @@ class Trainer:
             logger.info("%s", self._stages_in_words())
         if said := what_is_compressed(self.engine.reducer):
             logger.info("%s", said)
-        for warning in compression_warnings(self.arguments, self.mesh.world_size) if self.writes else ():
-            logger.warning("%s", warning)
+        for warnings in (compression_warnings, zero_warnings) if self.writes else ():
+            for warning in warnings(self.arguments, self.mesh.world_size):
+                logger.warning("%s", warning)
         logger.info("torch %s, pipeline layers %s", torch.__version__, self._layers_here(), extra={"terminal": False})
 
     def _stages_in_words(self) -> str:

@@ -2,7 +2,7 @@
 
 May import model.config, data.blend and the standard library; free of torch. Each check gives errors that name the
 numbers and the fix, and all of them are shown at once. Those of the layout are in `validate_layout`, those of
-compressed gradients in `validate_compression`, those of dtypes and the loss scale in `validate_precision`.
+compressed gradients in `validate_compression`, of numbers in `validate_precision`, of ZeRO in `validate_zero`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from training.run_directory import earlier_run_error
 from training.validate_compression import compression_errors
 from training.validate_layout import flag_of, layout_errors
 from training.validate_precision import precision_errors
+from training.validate_zero import zero_errors
 
 if TYPE_CHECKING:
     from model.config import DeepSeekConfig
@@ -62,6 +63,8 @@ def validate(arguments: Arguments, model_config: DeepSeekConfig, world_size: int
         *_check_schedule(arguments),
         *compression_errors(arguments, world_size),
         *precision_errors(arguments),
+        *zero_errors(arguments, world_size),
+        *_check_checkpoints(arguments),
         *_check_data(arguments),
     ]
     if arguments.distributed.distributed_backend == "nccl" and gpus == 0:
@@ -197,6 +200,17 @@ def _check_schedule(arguments: Arguments) -> Iterator[str]:
             yield f"--lr-decay-style wsd needs --lr-wsd-decay-iters: say how many of the {decay} steps decay"
         elif not 1 <= wsd <= decay - warmup and warmup < decay:
             yield f"--lr-wsd-decay-iters {wsd} must be from 1 to the {decay - warmup} steps between warm-up and end"
+
+
+def _check_checkpoints(arguments: Arguments) -> Iterator[str]:
+    load, weights = arguments.checkpoint.load, arguments.checkpoint.pretrained_checkpoint
+    if load and weights:
+        yield (
+            f"--load {load} and --pretrained-checkpoint {weights} exclude each other: the first goes on with a run, "
+            "the second starts one, at step 0, from weights alone"
+        )
+    if weights and not Path(weights).is_dir():
+        yield f"--pretrained-checkpoint {weights} is no directory: give one of a run, of a step or of weights"
 
 
 def _check_data(arguments: Arguments) -> Iterator[str]:

@@ -1,41 +1,17 @@
 """Whether this host has memory for a number of processes that train on the CPU: memory.py PROCESSES
 
-Imports the standard library. Exit code 1 and one line where it has not; where it can't be told, it counts as enough.
+Imports the standard library and what asks the host. Exit code 1 and one line where it has not; where it can't be told, it counts as enough.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
+
+from training.host_memory import available
 
 GIB = 1 << 30
 PER_PROCESS = 2 * GIB // 5
 """Bytes that a rank of the default run holds for itself, its part of torchrun's included. Larger models need more."""
-
-
-def available(root: Path = Path("/")) -> int | None:
-    """Bytes that new processes may take: of the host, or less in a container. None where the system doesn't say."""
-    try:
-        match = re.search(r"^MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    if match is None:
-        return None
-    free = int(match[1]) * 1024
-    # Version 2 of control groups, then version 1; both as a container sees its own.
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            most, now = (int((root / "sys/fs/cgroup" / name).read_text()) for name in (limit, used))
-            stat = (root / "sys/fs/cgroup" / limit).with_name("memory.stat").read_text()
-        except (OSError, ValueError):  # no such limit; "max" is no number
-            continue
-        cache = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)
-        free = min(free, most - now + (int(cache[1]) if cache else 0))
-    return free
 
 
 def shortage(processes: int, free: int | None) -> str | None:

@@ -146,7 +146,7 @@ def test_yaml_errors_are_shown_together_with_file_key_and_closest_flag() -> None
     text = str(caught.value)
     assert "x.yaml: unknown key 'lrr': did you mean lr?" in text
     assert "x.yaml: seed must be a whole number, not 'many'" in text
-    assert "x.yaml: precision must be one of fp32, bf16, not 'fp8'" in text
+    assert "x.yaml: precision must be one of fp32, bf16, fp16, not 'fp8'" in text
     assert "x.yaml: overwrite must be true or false, not 1" in text
     assert "x.yaml: seq_length is given twice" in text
     assert len(caught.value.errors) == 5

@@ -55,7 +55,6 @@ def test_every_pattern_answers_a_flag_of_megatron_or_of_another_program() -> Non
     others = {
         name for name, line in EXACT.items() if line.startswith("use ") or "leave it out" in line or "torchrun" in line
     }
-    others |= {"deepspeed", "zero-stage"}
     assert sorted(set(EXACT) - known - others) == []
     unused = [start for start in FAMILIES if not any(flag.startswith(start) for flag in known)]
     assert unused == ["moe-hybridep-", "rdzv-"]  # newer than the list; torchrun's
@@ -68,7 +67,13 @@ def test_every_pattern_answers_a_flag_of_megatron_or_of_another_program() -> Non
         ("--num-layers", "num_hidden_layers in its config.json"),
         ("--moe_router_topk", "--moe_router_topk: the model's shape comes from --model: num_experts_per_tok"),
         ("--sequence-parallel", "leave it out: always on where --tensor-model-parallel-size is above 1"),
-        ("--use-distributed-optimizer", "not there yet: optimizer states aren't sharded"),
+        ("--use-distributed-optimizer", "--use-distributed-optimizer: use --zero-stage 1"),
+        ("--use-torch-fsdp2", "use --zero-stage 2 (gradients shared too) or 3"),
+        ("--torch-fsdp2-no-reshard-after-forward", "gathering is DeepSpeed's; --deepspeed-config takes"),
+        ("--optimizer-cpu-offload", "use --offload-optimizer cpu with --zero-stage 1, 2 or 3"),
+        ("--fp16", "--fp16: use --precision fp16"),
+        ("--finetune", "use --pretrained-checkpoint"),
+        ("--deepspeed", "--zero-stage or --deepspeed-config turn DeepSpeed on"),
         ("--recompute-num-layers=1", "--recompute-granularity full recomputes each block"),
         ("--recompute-activations", "use --recompute-granularity selective"),
         ("--no-masked-softmax-fusion", "leave it out"),

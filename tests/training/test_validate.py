@@ -285,3 +285,13 @@ def test_what_balances_experts_needs_experts_and_what_balances_groups_needs_grou
     dense = dataclasses.replace(config, first_k_dense_replace=4, num_nextn_predict_layers=0)
     told = errors(asked, dense)
     assert len(told) == 6 and all("needs experts and no layer of the model has any" in error for error in told)
+
+
+def test_weights_to_start_from_are_a_directory_and_not_beside_a_run_to_go_on_with(
+    arguments: Arguments, config: DeepSeekConfig, tmp_path: Path
+) -> None:
+    validate(arguments.replace(pretrained_checkpoint=str(tmp_path)), config, 8)
+    (error,) = errors(arguments.replace(pretrained_checkpoint=str(tmp_path), load="runs/a"), config)
+    assert "--load runs/a and --pretrained-checkpoint" in error and "exclude each other" in error
+    (error,) = errors(arguments.replace(pretrained_checkpoint="nowhere"), config)
+    assert "--pretrained-checkpoint nowhere is no directory" in error
