@@ -147,6 +147,10 @@ class ZeroEngine:
             group["lr"] = lr if applies else 0.0
         self._applies = applies
         self.engine.step()
+        if self.zero_stage == 2 and not self.engine.was_step_applied():
+            # Where it offloads, DeepSpeed would add the next gradients to those that weren't finite.
+            for group in self.engine.optimizer.averaged_gradients:
+                self.engine.optimizer.averaged_gradients[group] = None
         self._applies, self._backwards = True, 0
 
     def _before_inner_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
