@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel.accelerator import choose_accelerator
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of
 
@@ -90,10 +91,9 @@ def enter_deepspeed(mesh: Mesh) -> None:
 
     A process that trains alone has no process group; DeepSpeed wants one and gets one of this rank.
     """
-    if mesh.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(mesh.device.index or 0))
     with quiet():
+        choose_accelerator(mesh.device)
         import deepspeed
 
     deepspeed.utils.logger.setLevel(os.environ.get(LOG_LEVEL, "ERROR").upper())

@@ -104,6 +104,8 @@ def engine_config(arguments: Arguments) -> dict[str, Any]:
             path = {"nvme_path": zero.nvme_path} if device == "nvme" else {}
             sections[name] = {**_passed(given, ZERO[name].section, stage), "device": device, **path}
     config["zero_optimization"] = sections
+    if stage < 3:  # grouped products on a GPU take weights at multiples of 16 bytes only
+        sections.setdefault("parameter_alignment", True)
     if stage == 1:
         # An fp16 section that is off but says 1 keeps DeepSpeed from scaling by 65536 where parameters are fp16. With
         # an offloaded optimizer the norm must stay on, though nobody asks for it.

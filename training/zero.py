@@ -15,6 +15,8 @@ from torch import nn
 
 from parallel.mesh import Mesh
 from training.arguments import Arguments
+from training.deepspeed_config import engine_config
+from training.deepspeed_ops import prepare_ops
 from training.optimizer import AdamW, moment_dtypes
 
 if TYPE_CHECKING:
@@ -36,10 +38,10 @@ def sharded_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], arguments: Arguments, mesh: Mesh
 ) -> ShardedOptimizer:
     """Stage 1. Collective. Afterwards the parameters lie in DeepSpeed's flat buffers."""
-    from parallel.zero import ShardedOptimizer, enter_deepspeed
+    from parallel.zero import ShardedOptimizer
 
-    enter_deepspeed(mesh)
-    config, make = engine_config(arguments), partial(inner_optimizer, arguments)
+    config = _prepared(arguments, mesh)
+    make = partial(inner_optimizer, arguments)
     return ShardedOptimizer(named_parameters, mesh, config, make, arguments.optimizer.weight_decay)
 
 
@@ -47,12 +49,27 @@ def zero_engine(
     stage: nn.Module, named_parameters: Iterable[tuple[str, nn.Parameter]], arguments: Arguments, mesh: Mesh
 ) -> ZeroEngine:
     """Stages 2 and 3, on the one stage of a job without a pipeline. Collective."""
-    from parallel.zero import enter_deepspeed
     from parallel.zero_engine import ZeroEngine
 
-    enter_deepspeed(mesh)
-    config, make = engine_config(arguments), partial(inner_optimizer, arguments)
+    config = _prepared(arguments, mesh)
+    make = partial(inner_optimizer, arguments)
     return ZeroEngine(stage, named_parameters, mesh, config, make, arguments.optimizer.weight_decay)
+
+
+def _prepared(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
+    """DeepSpeed's configuration, once DeepSpeed and the ops it will load are there. Collective."""
+    from parallel.zero import enter_deepspeed
+
+    enter_deepspeed(mesh)
+    prepare_ops(ops_of(arguments), mesh)
+    return engine_config(arguments)
+
+
+def ops_of(arguments: Arguments) -> list[str]:
+    """The ops of DeepSpeed that this run loads, by their names in `deepspeed_ops.OPS`."""
+    zero = arguments.zero
+    ops = ["cpu_adam"] if offloads_optimizer(arguments) and arguments.optimizer.optimizer == "adamw" else []
+    return [*ops, "async_io"] if "nvme" in (zero.offload_optimizer, zero.offload_param) else ops
 
 
 def inner_optimizer(arguments: Arguments, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -61,11 +78,11 @@ def inner_optimizer(arguments: Arguments, groups: list[dict[str, Any]]) -> torch
     if optimizer.optimizer == "sgd":
         return DecoupledSGD(groups, optimizer.lr, optimizer.sgd_momentum)
     betas = (optimizer.adam_beta1, optimizer.adam_beta2)
-    if offloads_optimizer(arguments):
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    if not offloads_optimizer(arguments):
+        return FusedAdamW(groups, optimizer.lr, betas, optimizer.adam_eps, moment_dtypes(optimizer))
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, optimizer.lr, betas=betas, eps=optimizer.adam_eps)
-    return FusedAdamW(groups, optimizer.lr, betas, optimizer.adam_eps, moment_dtypes(optimizer))
+    return DeepSpeedCPUAdam(groups, optimizer.lr, betas=betas, eps=optimizer.adam_eps)
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -101,24 +118,3 @@ class DecoupledSGD(torch.optim.SGD):
             if group["decoupled_decay"]:
                 torch._foreach_mul_(group["params"], 1.0 - group["lr"] * group["decoupled_decay"])
         super().step()
-
-
-def engine_config(arguments: Arguments) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets."""
-    stage, offloaded = zero_stage(arguments), offloads_optimizer(arguments)
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": False}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
-    }
-    if offloaded:
-        zero["offload_optimizer"] = {"device": arguments.zero.offload_optimizer}
-    if stage == 1:
-        # Our reducer sums and clips. No precision is named, or gradients would be rounded to it; without a fixed scale
-        # an fp16 parameter would get DeepSpeed's.
-        zero |= {"contiguous_gradients": False, "compute_grad_norm": offloaded, "parameter_alignment": True}
-        config |= {"gradient_clipping": 0.0, "fp16": {"enabled": False, "loss_scale": 1.0}}
-    return config

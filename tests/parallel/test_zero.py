@@ -18,8 +18,9 @@ from parallel.mesh import Layout, Mesh
 from parallel.sharding import Sharding
 from parallel.zero import ShardedOptimizer
 from training.arguments import Arguments
+from training.deepspeed_config import engine_config
 from training.optimizer import Optimizer
-from training.zero import engine_config, inner_optimizer
+from training.zero import inner_optimizer
 
 RunRanks = Callable[..., list[Any]]
 RANKS = 4
