@@ -6,7 +6,7 @@ Source: ZeRO (1910.02054), ZeRO-Infinity (2104.07857) for what is offloaded. Sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from parallel.comm import all_reduce_
 from parallel.compression.compression import CompressionStatistics
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of
-from parallel.zero import Mpu
+from parallel.zero import Make, Mpu, decay_groups, enter_deepspeed, initialize, quiet, set_steps
 
 _PRECISION = {
     torch.float32: {},
@@ -57,11 +57,9 @@ class ZeroEngine:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         mesh: Mesh,
         config: dict[str, Any],
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        make: Make,
         weight_decay: float,
     ):
-        import deepspeed
-
         self.zero_stage: int = config["zero_optimization"]["stage"]
         for name, axis in (("a pipeline of", mesh.pp), ("expert parallelism over", mesh.ep)):
             if axis.size > 1:
@@ -69,24 +67,23 @@ class ZeroEngine:
         self.mesh = mesh
         self.buckets: list[Bucket] = []
         self.parameters = dict(named_parameters)
-        # Asked for before anything is cut up.
-        matrices = [p for p in self.parameters.values() if p.ndim > 1]
-        vectors = [p for p in self.parameters.values() if p.ndim <= 1]
         for parameter in self.parameters.values():
             self._tell_of_tensor_parallelism(parameter)
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.inner = make([group for group in groups if group["params"]])
+        (dtype,) = {parameter.dtype for parameter in self.parameters.values()}
+        enter_deepspeed(mesh)
+        with quiet():
+            self.inner = make(decay_groups(self.parameters.items(), weight_decay))
         self.moments = _moments(self.inner)
         self.inner.register_step_pre_hook(self._before_inner_step)
         self.inner.register_step_post_hook(self._after_inner_step)
-        (dtype,) = {p.dtype for p in self.parameters.values()}
-        self.engine = deepspeed.initialize(
-            model=stage, optimizer=self.inner, config=_settings(config, dtype), mpu=Mpu(mesh.dp_cp, mesh.tp)
-        )[0]
+        _agree_on_numbers(mesh)
+        self.engine = initialize(stage, self.inner, _settings(config, dtype), Mpu(mesh.dp_cp, mesh.tp))
+        for number, module in enumerate(stage.modules()):
+            module.ds_id = number  # type: ignore[assignment]
         self.set_loss_scale(1.0)
         self._applies = True  # whether the next step of the inner optimizer is taken
-        self._kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # what it has to skip, and the gradients
-        self._steps: int | None = None  # taken steps that moments are made for, while they are
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # what it has to skip, and the gradients
+        self._makes_moments = False
         self._forwards = 0  # without their backward
         self._backwards = 0  # since the last step
         self.prepare(0)
@@ -141,13 +138,13 @@ class ZeroEngine:
         """Done in `step`, where the norm is taken."""
 
     def step(self, lr: float, finite: bool) -> tuple[float, bool]:
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-        self._step(finite)
+        self._step(lr, finite)
         return float(self.engine.get_global_grad_norm()), finite and self.engine.was_step_applied()
 
-    def _step(self, applies: bool) -> None:
+    def _step(self, lr: float, applies: bool) -> None:
         """DeepSpeed's step; where it doesn't apply, all but the inner optimizer's: norm, rounding, new buffers."""
+        for group in self.inner.param_groups:
+            group["lr"] = lr if applies else 0.0
         self._applies = applies
         self.engine.step()
         self._applies, self._backwards = True, 0
@@ -155,13 +152,14 @@ class ZeroEngine:
     def _before_inner_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         """DeepSpeed calls the inner optimizer for one flat tensor, of fp32 masters, after the other."""
         tensors = [tensor for group in inner.param_groups for tensor in group["params"]]
-        if self._steps is not None:
+        if self._makes_moments:
             for tensor in tensors:
-                _make_moments(inner, tensor, self.moments, self._steps)
+                _make_moments(inner, tensor, self.moments)
         if not self._applies:  # torch's optimizers leave alone what has no gradient
-            self._kept = [(tensor, tensor.grad) for tensor in tensors]
             for tensor in tensors:
-                tensor.grad = None
+                if tensor.grad is not None:  # the first time: a subclass' step may call its parent's
+                    self._kept.append((tensor, tensor.grad))
+                    tensor.grad = None
 
     def _after_inner_step(self, *_: Any) -> None:
         for tensor, gradient in self._kept:
@@ -177,7 +175,7 @@ class ZeroEngine:
         elif not self._backwards:  # stage 2 makes its buffers for gradients in a backward pass
             zero = torch.stack([parameter.flatten()[:1].sum() * 0 for parameter in self.parameters.values()]).sum()
             self.engine.backward(zero, scale_wrt_gas=False)
-        self._step(applies=False)
+        self._step(0.0, applies=False)
 
     # ---- Masters and moments
 
@@ -208,12 +206,13 @@ class ZeroEngine:
             utils.safe_set_full_optimizer_state(parameter, value, moment)
 
     def prepare(self, steps: int) -> None:
-        self._steps = steps
-        # Stage 2 knows them before it steps, and links those of all groups in the first group's first step.
+        self._makes_moments = True
+        # Stage 2 names its tensors now, and links those of all groups in the first group's step; stage 3 in their step.
         for tensor in [tensor for group in self.inner.param_groups for tensor in group["params"]]:
-            _make_moments(self.inner, tensor, self.moments, steps)
+            _make_moments(self.inner, tensor, self.moments)
         self._idle_step()
-        self._steps = None
+        self._makes_moments = False
+        set_steps(self.inner, steps)
 
     def written(self) -> None:
         self._idle_step()
@@ -241,6 +240,18 @@ def _summed(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
     return total.to(gradient.dtype)
 
 
+def _agree_on_numbers(mesh: Mesh) -> None:
+    """DeepSpeed numbers parameters and modules through a process's life, and compares what stage 3 does by numbers.
+
+    So ranks that have had engines before, not all the same ones, must go on from one number.
+    """
+    from deepspeed import zero
+
+    count = torch.tensor([zero.Init.param_id], device=mesh.device)
+    all_reduce_(count, mesh.world, "max")
+    zero.Init.param_id = int(count)
+
+
 def _settings(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """DeepSpeed's configuration with what the arithmetic here depends on."""
     return {
@@ -263,8 +274,8 @@ def _moments(inner: torch.optim.Optimizer) -> tuple[str, ...]:
     return ("momentum_buffer",) if inner.defaults["momentum"] else ()
 
 
-def _make_moments(inner: torch.optim.Optimizer, tensor: torch.Tensor, moments: tuple[str, ...], steps: int) -> None:
-    """The state after `steps` steps, its values zero; tensors that are there already stay the same ones."""
+def _make_moments(inner: torch.optim.Optimizer, tensor: torch.Tensor, moments: tuple[str, ...]) -> None:
+    """A state whose values are zero; tensors that are there already stay the same ones."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     state = inner.state[tensor]
@@ -273,6 +284,5 @@ def _make_moments(inner: torch.optim.Optimizer, tensor: torch.Tensor, moments: t
             state[moment].zero_()
         else:
             state[moment] = torch.zeros_like(tensor)
-    if "betas" in inner.defaults:
-        counts_in_c = isinstance(inner, DeepSpeedCPUAdam)
-        state["step"] = steps if counts_in_c else torch.tensor(float(steps), device=tensor.device)
+    if "betas" in inner.defaults and "step" not in state:
+        state["step"] = 0 if isinstance(inner, DeepSpeedCPUAdam) else torch.zeros((), device=tensor.device)

@@ -146,7 +146,7 @@ RUNS = {
     "3 cp2-dp2": (4, job_of(Layout(cp=2), zero_stage=3)),
     "3 dp2 offloaded": (2, job_of(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")),
 }
-PAIRS = [*zip(RUNS, [*list(RUNS)[1:], *list(RUNS)[:1]], strict=True), *zip(reversed(RUNS), list(reversed(RUNS))[2:])]
+PAIRS = [(saver, list(RUNS)[(i + ahead) % len(RUNS)]) for i, saver in enumerate(RUNS) for ahead in (1, 4)]
 
 
 @pytest.mark.full
