@@ -13,8 +13,8 @@ import torch
 
 from parallel.mesh import Layout, Mesh
 from tests.layouts import Job, flags_of, microbatches_of_step
-from tests.training.test_checkpoint import EIGHT, SMALL, assembled, assert_identical
-from tests.training.test_checkpoint_zero import state_of
+from tests.training.test_checkpoint import EIGHT, assembled, assert_identical
+from tests.training.test_checkpoint_zero import TWO_LAYERS, state_of
 from tests.training.test_weights import logits_of, rounded
 from training import checkpoint
 from training.engine import Engine
@@ -25,7 +25,7 @@ ONE = Layout()
 
 
 def job_of(layout: Layout = ONE, **flags: Any) -> Job:
-    return Job(layout=layout, overrides=SMALL, length=16, flags=flags)
+    return Job(layout=layout, overrides=TWO_LAYERS, length=16, flags=flags)
 
 
 def train(engine: Engine, job: Job, first: int, last: int) -> list[tuple[float, float]]:
@@ -146,7 +146,7 @@ RUNS = {
     "3 cp2-dp2": (4, job_of(Layout(cp=2), zero_stage=3)),
     "3 dp2 offloaded": (2, job_of(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")),
 }
-PAIRS = [*zip(RUNS, [*list(RUNS)[1:], *list(RUNS)[:1]], strict=True), *zip(reversed(RUNS), list(reversed(RUNS))[2:])]
+PAIRS = [(saver, list(RUNS)[(i + ahead) % len(RUNS)]) for i, saver in enumerate(RUNS) for ahead in (1, 4)]
 
 
 @pytest.mark.full
