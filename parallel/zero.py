@@ -117,7 +117,7 @@ def initialize(module: nn.Module, optimizer: torch.optim.Optimizer, config: dict
     return engine
 
 
-def _destroy(engine: Any) -> None:
+def destroy(engine: Any) -> None:
     """Let go of an engine's memory; at a run's end, after the process group, it goes with the process."""
     if dist.is_initialized():
         engine.destroy()
@@ -230,7 +230,7 @@ class ShardedOptimizer:
             self.engines.append(engine)
             self.moments = link_moments(engine, inner)
             # Its hooks on stand-ins are a cycle that Python's collector doesn't see.
-            weakref.finalize(self, _destroy, engine).atexit = False
+            weakref.finalize(self, destroy, engine).atexit = False
             size = sum(stand_in.numel() * stand_in.element_size() for _, stand_in in named)
             self._gathered.append((axis, size * (axis.size - 1) / axis.size))
         for name, parameter in self.parameters.items():
