@@ -67,7 +67,9 @@ RESUMED = {
     "1 tp2-pp2-dp2-ep2": (8, job_of(EIGHT, zero_stage=1)),
     "2": (2, job_of(zero_stage=2)),
     "2 bf16 offloaded": (2, job_of(zero_stage=2, offload_optimizer="cpu", precision="bf16")),
+    "2 fp16": (2, job_of(zero_stage=2, **FP16)),
     "3": (2, job_of(zero_stage=3)),
+    "3 fp16": (2, job_of(zero_stage=3, **FP16)),
     "3 bf16": (2, job_of(zero_stage=3, precision="bf16")),
     "3 offloaded": (2, job_of(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")),
 }
