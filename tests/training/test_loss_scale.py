@@ -94,7 +94,8 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     optimizer = engine.optimizer
     kinds = (None, *optimizer.moments)
     state = {f"{kind} {name}": optimizer.read(name, kind) for name in optimizer.parameters for kind in kinds}
-    state |= {f"parameter {name}": parameter for name, parameter in engine.named_parameters()}
+    # Stage 3 fills and empties a parameter itself; what it keeps of it is its `ds_tensor`.
+    state |= {f"parameter {name}": getattr(p, "ds_tensor", p) for name, p in engine.named_parameters()}
     state |= {f"buffer {name}": buffer for name, buffer in engine.named_buffers()}
     if isinstance(engine.reducer, GradientReducer):
         state |= {f"residual {name}": part for name, part in engine.reducer.residuals().items()}
@@ -205,8 +206,8 @@ def test_through_deepspeed_the_scales_are_the_same(run_ranks: Callable[..., Any]
             for result, one in zip(found[kind], expected, strict=True):
                 assert result.loss_scale == one.loss_scale and result.taken
                 print(kind, result.losses["lm"] / one.losses["lm"] - 1, result.grad_norm / one.grad_norm - 1)
-                assert result.losses == pytest.approx(one.losses, rel=1e-3)
-                assert result.grad_norm == pytest.approx(one.grad_norm, rel=1e-2)
+                assert result.losses == pytest.approx(one.losses, rel=1e-4)
+                assert result.grad_norm == pytest.approx(one.grad_norm, rel=1e-3)
 
 
 def test_a_forward_pass_that_overflows_lowers_no_scale(run_ranks: Callable[..., Any]) -> None:
