@@ -18,10 +18,11 @@ from torch.nn import functional as F
 
 from parallel.buckets import Bucket
 from parallel.comm import all_reduce_
-from parallel.compression.compression import CompressionStatistics
+from parallel.compression.compression import Compression, CompressionStatistics
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of
 from parallel.zero import Make, Mpu, decay_groups, destroy, enter_deepspeed, initialize, quiet, set_steps
+
 
 class ZeroEngine:
     """DeepSpeed's engine over one whole model: `Gradients`, `Update` and `OptimizerState` of the training step.
@@ -38,7 +39,7 @@ class ZeroEngine:
     Raises ValueError for a pipeline or for expert parallelism.
     """
 
-    compression = None
+    compression: Compression | None = None
     compressing = False
     messages = 0
     message_bytes = 0

@@ -63,7 +63,8 @@ def at_module_level(tree: ast.Module) -> Iterator[ast.stmt]:
             pending += statement.orelse
             continue
         yield statement
-        pending += [child for child in ast.walk(statement) if child is not statement and isinstance(child, ast.stmt)]
+        pending += [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt)]
+        pending += [child for handler in getattr(statement, "handlers", []) for child in handler.body]
 
 
 def dotted(node: ast.AST) -> str:

@@ -43,9 +43,9 @@ def _groups(root: Path) -> Iterator[tuple[Path, Path]]:
     except OSError:
         lines = []
     for line in lines:
-        _, controllers, place = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
-            own[controller] = place
+            own[controller] = path
     for controller, (limit, used) in (("", v2), ("memory", v1)):
         top = root / "sys/fs/cgroup" / controller
         place = top / own[controller].strip("/")
