@@ -1,7 +1,7 @@
 """Whether this host has the memory, and its disk the room, for what is offloaded: asked before anything is allocated.
 
-May import parallel.comm (where ranks must agree); free of torch until then. Bytes are those that DeepSpeed 0.19.8
-allocates, as a test measures them; what they are of is in `offload_bytes`.
+May import `parallel` (where parameters are counted and ranks must agree); free of torch until then. Bytes are those
+that DeepSpeed 0.19.8 allocates, as a test measures them; what they are of is in `offload_bytes`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +20,13 @@ from training.failures import ConfigurationError
 from training.host_memory import available
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from parallel.mesh import Mesh
 
 GIB = 1 << 30
 _FP32 = 4
-_MOMENTS = 8
+_MOMENTS = {"adamw": 8, "sgd": 4}
 _SUB_GROUP = 10**9
 _SWAP_BUFFERS, _PARAMETER_BUFFERS, _PARAMETER_BUFFER = 4, 5, 10**8
 """DeepSpeed's own numbers where a file doesn't say: values of a sub-group, its buffers and those of parameters."""
@@ -67,7 +70,7 @@ def offload_bytes(arguments: Arguments, shares: Shares) -> Need:
 
     With n = shares.shard() parameters of p bytes each (4 in fp32, else 2):
 
-    optimizer on the host (cpu): 4n masters + 8n Adam's moments + 4n fp32 gradients of the shard. Stages 1 and 2 also
+    optimizer on the host (cpu): 4n masters + 8n Adam's moments (SGD: 4n) + 4n fp32 gradients. Stages 1 and 2 also
     keep p·n for the rounded weights and p for each value of the largest parameter; stage 3 another 4n, in which
     gradients are added up.
     optimizer on a disk (nvme, stage 3): the disk has masters, moments and gradients, 16n; the host keeps the 4n in
@@ -76,13 +79,14 @@ def offload_bytes(arguments: Arguments, shares: Shares) -> Need:
     """
     zero = engine_config(arguments)["zero_optimization"]
     n, p = shares.shard(), _FP32 if arguments.training.precision == "fp32" else 2
+    states = n * (_FP32 + _MOMENTS[arguments.optimizer.optimizer] + _FP32)
     host = disk = 0
     optimizer, parameters = zero.get("offload_optimizer"), zero.get("offload_param")
     if optimizer is not None and optimizer["device"] == "cpu":
-        host += n * (_FP32 + _MOMENTS + _FP32)
+        host += states
         host += _FP32 * n if zero["stage"] == 3 else p * (n + shares.largest)
     elif optimizer is not None:
-        disk += n * (_FP32 + _MOMENTS + _FP32)
+        disk += states
         sub_group = min(n, zero.get("sub_group_size", _SUB_GROUP))
         host += _FP32 * n + optimizer.get("buffer_count", _SWAP_BUFFERS) * _FP32 * sub_group
     if parameters is not None and parameters["device"] == "cpu":
@@ -117,6 +121,22 @@ def shortages(needs: list[Need], frees: list[Free], nvme_path: str | None) -> li
                 "offload less"
             )
     return told
+
+
+def shares_of(parameters: Iterable[nn.Parameter], mesh: Mesh, stage: int) -> Shares:
+    """What this rank holds, of its parameters before DeepSpeed cuts them up: at stage 1 experts over edp."""
+    from parallel.sharding import sharding_of
+
+    dense = experts = largest = 0
+    for parameter in parameters:
+        size = parameter.numel()
+        largest = max(largest, size)
+        if sharding_of(parameter).expert:
+            experts += size
+        else:
+            dense += size
+    expert_shards = (mesh.edp if stage == 1 else mesh.dp_cp).size
+    return Shares(dense, experts, largest, mesh.dp_cp.size, expert_shards)
 
 
 def check_offload_memory(arguments: Arguments, shares: Shares, mesh: Mesh) -> None:

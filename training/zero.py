@@ -6,7 +6,7 @@ import the rooms below. DeepSpeed is imported inside functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from parallel.mesh import Mesh
 from training.arguments import Arguments
 from training.deepspeed_config import engine_config
 from training.deepspeed_ops import prepare_ops
+from training.offload_memory import check_offload_memory, shares_of
 from training.optimizer import AdamW, moment_dtypes
 
 if TYPE_CHECKING:
@@ -40,9 +41,10 @@ def sharded_optimizer(
     """Stage 1. Collective. Afterwards the parameters lie in DeepSpeed's flat buffers."""
     from parallel.zero import ShardedOptimizer
 
-    config = _prepared(arguments, mesh)
+    named = list(named_parameters)
+    config = _prepared(named, arguments, mesh)
     make = partial(inner_optimizer, arguments)
-    return ShardedOptimizer(named_parameters, mesh, config, make, arguments.optimizer.weight_decay)
+    return ShardedOptimizer(named, mesh, config, make, arguments.optimizer.weight_decay)
 
 
 def zero_engine(
@@ -51,15 +53,18 @@ def zero_engine(
     """Stages 2 and 3, on the one stage of a job without a pipeline. Collective."""
     from parallel.zero_engine import ZeroEngine
 
-    config = _prepared(arguments, mesh)
+    named = list(named_parameters)
+    config = _prepared(named, arguments, mesh)
     make = partial(inner_optimizer, arguments)
-    return ZeroEngine(stage, named_parameters, mesh, config, make, arguments.optimizer.weight_decay)
+    return ZeroEngine(stage, named, mesh, config, make, arguments.optimizer.weight_decay)
 
 
-def _prepared(arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
-    """DeepSpeed's configuration, once DeepSpeed and the ops it will load are there. Collective."""
+def _prepared(named: Sequence[tuple[str, nn.Parameter]], arguments: Arguments, mesh: Mesh) -> dict[str, Any]:
+    """DeepSpeed's configuration, once memory, DeepSpeed and the ops it will load are there. Collective."""
     from parallel.zero import enter_deepspeed
 
+    shares = shares_of((parameter for _, parameter in named), mesh, zero_stage(arguments))
+    check_offload_memory(arguments, shares, mesh)
     enter_deepspeed(mesh)
     prepare_ops(ops_of(arguments), mesh)
     return engine_config(arguments)
