@@ -11,6 +11,7 @@ import copy
 import io
 import logging
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -97,6 +98,8 @@ def enter_deepspeed(mesh: Mesh) -> None:
         import deepspeed
 
     deepspeed.utils.logger.setLevel(os.environ.get(LOG_LEVEL, "ERROR").upper())
+    # It calls collectives by names that torch is about to give up: nothing that the user of a run can mend.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not dist.is_initialized():
         backend = "nccl" if mesh.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -112,6 +115,12 @@ def initialize(module: nn.Module, optimizer: torch.optim.Optimizer, config: dict
     with quiet():
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=copy.deepcopy(config), mpu=mpu)
     return engine
+
+
+def destroy(engine: Any) -> None:
+    """Let go of an engine's memory; at a run's end, after the process group, it goes with the process."""
+    if dist.is_initialized():
+        engine.destroy()
 
 
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
@@ -221,7 +230,7 @@ class ShardedOptimizer:
             self.engines.append(engine)
             self.moments = link_moments(engine, inner)
             # Its hooks on stand-ins are a cycle that Python's collector doesn't see.
-            weakref.finalize(self, engine.destroy).atexit = False
+            weakref.finalize(self, destroy, engine).atexit = False
             size = sum(stand_in.numel() * stand_in.element_size() for _, stand_in in named)
             self._gathered.append((axis, size * (axis.size - 1) / axis.size))
         for name, parameter in self.parameters.items():

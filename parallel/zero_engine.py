@@ -6,6 +6,7 @@ Source: ZeRO (1910.02054), ZeRO-Infinity (2104.07857) for what is offloaded. Sta
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,15 +21,7 @@ from parallel.comm import all_reduce_
 from parallel.compression.compression import CompressionStatistics
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of
-from parallel.zero import Make, Mpu, decay_groups, enter_deepspeed, initialize, quiet, set_steps
-
-_PRECISION = {
-    torch.float32: {},
-    torch.bfloat16: {"bf16": {"enabled": True, "check_grad_overflow": True}},
-    # A static scale of DeepSpeed's own: `set_loss_scale` overrides it, and a dynamic one would count for itself.
-    torch.float16: {"fp16": {"enabled": True, "loss_scale": 1.0}},
-}
-
+from parallel.zero import Make, Mpu, decay_groups, destroy, enter_deepspeed, initialize, quiet, set_steps
 
 class ZeroEngine:
     """DeepSpeed's engine over one whole model: `Gradients`, `Update` and `OptimizerState` of the training step.
@@ -74,12 +67,14 @@ class ZeroEngine:
         with quiet():
             self.inner = make(decay_groups(self.parameters.items(), weight_decay))
         self.moments = _moments(self.inner)
-        self.inner.register_step_pre_hook(self._before_inner_step)
-        self.inner.register_step_post_hook(self._after_inner_step)
+        self.inner.register_step_pre_hook(partial(_call, weakref.WeakMethod(self._before_inner_step)))
+        self.inner.register_step_post_hook(partial(_call, weakref.WeakMethod(self._after_inner_step)))
         _agree_on_numbers(mesh)
         self.engine = initialize(stage, self.inner, _settings(config, dtype), Mpu(mesh.dp_cp, mesh.tp))
         for number, module in enumerate(stage.modules()):
             module.ds_id = number  # type: ignore[assignment]
+        # Its hooks on parameters are a cycle that Python's collector doesn't see.
+        weakref.finalize(self, destroy, self.engine).atexit = False
         self.set_loss_scale(1.0)
         self._applies = True  # whether the next step of the inner optimizer is taken
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # what it has to skip, and the gradients
@@ -147,6 +142,10 @@ class ZeroEngine:
             group["lr"] = lr if applies else 0.0
         self._applies = applies
         self.engine.step()
+        if self.zero_stage == 2 and not self.engine.was_step_applied():
+            # Where it offloads, DeepSpeed would add the next gradients to those that weren't finite.
+            for group in self.engine.optimizer.averaged_gradients:
+                self.engine.optimizer.averaged_gradients[group] = None
         self._applies, self._backwards = True, 0
 
     def _before_inner_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
@@ -233,6 +232,13 @@ class ZeroEngine:
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
+def _call(method: weakref.WeakMethod, *arguments: Any) -> None:
+    """A hook that doesn't keep its engine."""
+    bound = method()
+    assert bound is not None, "DeepSpeed steps an engine that was dropped"
+    bound(*arguments)
+
+
 def _summed(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Over the axis, in fp32."""
     total = gradient.to(torch.float32, copy=True).contiguous()
@@ -254,6 +260,15 @@ def _agree_on_numbers(mesh: Mesh) -> None:
 
 def _settings(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """DeepSpeed's configuration with what the arithmetic here depends on."""
+    from deepspeed.accelerator import get_accelerator
+
+    precision: dict[str, Any] = {}
+    if dtype == torch.bfloat16:
+        precision = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    elif dtype == torch.float16:
+        # The scale is a static one, which `set_loss_scale` overrides: a dynamic one would count for itself. A CPU that
+        # computes fp16 as fp32 is none that DeepSpeed lets enable it; the parameters' dtype does the same.
+        precision = {"fp16": {"enabled": bool(get_accelerator().is_fp16_supported()), "loss_scale": 1.0}}
     return {
         **config,
         "train_micro_batch_size_per_gpu": 1,  # counted here, where samples needn't be as many in each step
@@ -263,7 +278,7 @@ def _settings(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
-        **_PRECISION[dtype],
+        **precision,
     }
 
 

@@ -113,6 +113,7 @@ def engine_config(arguments: Arguments) -> dict[str, Any]:
         sections |= {
             "contiguous_gradients": False,
             "overlap_comm": False,
+            "parameter_alignment": True,
             "compute_grad_norm": "offload_optimizer" in sections,
         }
         return config

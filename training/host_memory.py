@@ -1,7 +1,7 @@
 """How much memory of this host a process may still take.
 
-Imports the standard library only; scripts/lib/memory.py asks it before there is an environment. Files of Linux: proc(5),
-cgroups(7).
+Imports the standard library only; scripts/lib/memory.py asks it before there is an environment. The files are those of
+Linux: proc(5), cgroups(7).
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ _LINES = {
         "leave it out: gathering is DeepSpeed's; --deepspeed-config takes its bucket sizes and overlap_comm"
     ),
     "enable-full-sharding-in-hsdp num-distributed-optimizer-instances": (
-        "not there: --zero-stage shards over all replicas alike"
+        "not there yet: --zero-stage shards over all replicas alike"
     ),
     "optimizer-cpu-offload": "use --offload-optimizer cpu with --zero-stage 1, 2 or 3",
     "optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload": (
@@ -166,7 +166,7 @@ _LINES = {
     "fp16": "use --precision fp16",
     "deepspeed": "leave it out: --zero-stage or --deepspeed-config turn DeepSpeed on",
     # Not there yet, with what one can do today.
-    "cpu-offloading-num-layers": "not there: activations stay on the device; --recompute-granularity saves them",
+    "cpu-offloading-num-layers": "not there yet: activations stay on the device; --recompute-granularity saves them",
     "fp8-* no-fp8-wgrad fp4-* first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 "
     "reuse-grad-buf-for-mxfp8-param-ag moe-router-padding-for-fp8 kitchen-*": (
         "not there yet: --precision has fp32, bf16 and fp16"

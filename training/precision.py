@@ -33,7 +33,7 @@ class Row:
     note: str = ""
 
     def of(self, precision: str) -> str:
-        """fp32, bf16 or fp16, under this --precision."""
+        """Under this --precision."""
         return self.dtype or precision
 
 
@@ -48,7 +48,7 @@ TABLE = (
     Row("router bias", "fp32"),
     Row("logits", None),
     Row("cross entropy", "fp32", "from the logits on, whatever their dtype"),
-    Row("loss", "fp32", "its parts are summed for the report in fp64"),
+    Row("loss", "fp64", "one number: fp32's sum over tokens, divided by the global batch's exact count"),
     Row("weight gradients", None, "of one micro-batch; fp32 products add theirs to the sum at once"),
     Row("gradient accumulation", "fp32", "main_grad, divided by the loss scale as it is added"),
     Row("gradient reduction", "fp32", "or --grad-compression's code on the wire; sums are fp32 either way"),

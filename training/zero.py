@@ -115,6 +115,7 @@ class DecoupledSGD(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            if group["decoupled_decay"]:
-                torch._foreach_mul_(group["params"], 1.0 - group["lr"] * group["decoupled_decay"])
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["decoupled_decay"] and stepped:
+                torch._foreach_mul_(stepped, 1.0 - group["lr"] * group["decoupled_decay"])
         super().step()

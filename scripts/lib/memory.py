@@ -1,6 +1,7 @@
 """Whether this host has memory for a number of processes that train on the CPU: memory.py PROCESSES
 
-Imports the standard library and what asks the host. Exit code 1 and one line where it has not; where it can't be told, it counts as enough.
+Imports the standard library and what asks the host. Exit code 1 and one line where it has not; where it can't be told,
+it counts as enough.
 """
 
 from __future__ import annotations

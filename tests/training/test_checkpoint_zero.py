@@ -18,7 +18,7 @@ from tests.training.test_checkpoint import EIGHT, SMALL, assembled, assert_ident
 from training import checkpoint
 from training.engine import Engine
 
-JOB = Job(overrides=SMALL, length=16)
+TWO_LAYERS = SMALL | {"num_hidden_layers": 2}
 
 
 def state_of(engine: Engine) -> dict[str, Shard]:
@@ -99,8 +99,8 @@ def loaded_plain(job: Job, path: str) -> dict[str, Any]:
 def test_state_that_replicas_share_is_saved_as_any_other_and_never_held_whole(
     run_ranks: Callable[..., Any], tmp_path: Path, ranks: int, layout: Layout, flags: dict[str, Any]
 ) -> None:
-    one = Job(overrides=SMALL, length=16, flags=flags)
-    job = Job(layout=layout, overrides=SMALL, length=16, flags=flags)
+    one = Job(overrides=TWO_LAYERS, length=16, flags=flags)
+    job = Job(layout=layout, overrides=TWO_LAYERS, length=16, flags=flags)
     saved = assembled(run_ranks(1, saved_plain, one, str(tmp_path / "plain")))
     plain = str(tmp_path / "plain" / "step_00000003")
     chunk = 1 << 17  # many of them
@@ -116,7 +116,7 @@ def test_state_that_replicas_share_is_saved_as_any_other_and_never_held_whole(
 
 
 def engine_of(**flags: Any) -> Engine:
-    job = Job(overrides=SMALL, length=16, flags=flags)
+    job = Job(overrides=TWO_LAYERS, length=16, flags=flags)
     return Engine(job.model(), flags_of(job), Mesh.create(Layout()))
 
 

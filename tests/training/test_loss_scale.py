@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from parallel.gradients import GradientReducer
 from parallel.mesh import Layout
 from tests.layouts import Job
 from tests.test_pretrain import Ranks, lines_of, ranks, workplace  # noqa: F401 (fixtures)
-from tests.training.test_grad_compression import batches_of, differing, engine_of, job, state_of
-from training.engine import StepResult
+from tests.training.test_grad_compression import batches_of, differing, engine_of, job
+from training.engine import Engine, StepResult
 from training.precision import LossScale
 
 
@@ -88,6 +89,19 @@ class Inf:
         return spoilt
 
 
+def state_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Copies of all that a step changes, whole blocks, whoever holds them. Collective where ZeRO shards them."""
+    optimizer = engine.optimizer
+    kinds = (None, *optimizer.moments)
+    state = {f"{kind} {name}": optimizer.read(name, kind) for name in optimizer.parameters for kind in kinds}
+    # Stage 3 fills and empties a parameter itself; what it keeps of it is its `ds_tensor`.
+    state |= {f"parameter {name}": getattr(p, "ds_tensor", p) for name, p in engine.named_parameters()}
+    state |= {f"buffer {name}": buffer for name, buffer in engine.named_buffers()}
+    if isinstance(engine.reducer, GradientReducer):
+        state |= {f"residual {name}": part for name, part in engine.reducer.residuals().items()}
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
 def run(asked: Job, halve_at: int | None = None) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     """Results and the last state of a run without overflow; halve_at: a step from which on its scale is half."""
     engine, results = engine_of(asked), []
@@ -102,17 +116,15 @@ def run(asked: Job, halve_at: int | None = None) -> tuple[list[StepResult], dict
 def disturbed_run(asked: Job, spoilt_rank: int, spoilt_step: int) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     """As `run`, of a run in which a rank has an Inf at a step; asserts, on this rank, what the attempt does."""
     engine, results = engine_of(asked), []
-    vectors = [p for _, p in engine.named_parameters() if p.ndim == 1]  # their gradient comes by autograd's hook
-    inf = Inf(vectors[0])
+    inf = Inf(next(p for name, p in engine.named_parameters() if "norm" in name))  # its gradient is autograd's
     for step in range(asked.steps):
-        before = state_of(engine) | {name: p.detach().clone() for name, p in engine.named_parameters()}
         if step == spoilt_step:
+            before = state_of(engine)
             inf.on = engine.mesh.rank == spoilt_rank
             attempt = engine.train_step(batches_of(asked, engine, step), 1e-3)
             assert (inf.put > 0) == inf.on
             assert not attempt.taken and attempt.retry and not math.isfinite(attempt.grad_norm)
-            after = state_of(engine) | dict(engine.named_parameters())
-            assert differing(before, after) == [], "an overflow must leave no trace"
+            assert differing(before, state_of(engine)) == [], "an overflow must leave no trace"
             inf.on = False
         results.append(engine.train_step(batches_of(asked, engine, step), 1e-3))
         assert results[-1].taken
@@ -138,7 +150,6 @@ def three_runs(cases: list[dict[str, Any]]) -> list[dict[str, list[StepResult]]]
     return found
 
 
-# World size, and what is run on it. A case with {"zero_stage": 1} in its flags is all that another stage needs.
 CASES = [
     pytest.param(
         2, [{"rank": 1, "flags": {}}, {"rank": 0, "codec": "int8", "flags": {"clip_grad": 0.5}}], id="dp2 and int8"
@@ -172,6 +183,31 @@ def test_an_overflow_on_one_rank_skips_everywhere_and_the_same_batch_goes_on(
             # What a halved scale changes: gradients below 6e-5 times the scale have fewer bits in fp16.
             for result, expected in zip(found["disturbed"], found["undisturbed"], strict=True):
                 assert expected.loss_scale == 2.0**16 and result.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+OFFLOADED = {"offload_optimizer": "cpu"}
+DEEPSPEED = {
+    "stage 1": {"zero_stage": 1},
+    "stage 1 offloaded": {"zero_stage": 1, **OFFLOADED},
+    "stage 2": {"zero_stage": 2},
+    "stage 2 offloaded": {"zero_stage": 2, **OFFLOADED},
+    "stage 3": {"zero_stage": 3},
+    "stage 3 offloaded": {"zero_stage": 3, **OFFLOADED},
+}
+
+
+@pytest.mark.parametrize(
+    "stage", ["stage 1", *(pytest.param(name, marks=pytest.mark.full) for name in DEEPSPEED if name != "stage 1")]
+)
+def test_through_deepspeed_the_scales_are_the_same(run_ranks: Callable[..., Any], stage: str) -> None:
+    cases = [{"rank": 1, "flags": flags} for flags in ({}, DEEPSPEED[stage])]
+    for native, found in run_ranks(2, three_runs, cases, timeout=500.0):
+        for kind, expected in native.items():
+            for result, one in zip(found[kind], expected, strict=True):
+                assert result.loss_scale == one.loss_scale and result.taken
+                print(kind, result.losses["lm"] / one.losses["lm"] - 1, result.grad_norm / one.grad_norm - 1)
+                assert result.losses == pytest.approx(one.losses, rel=1e-4)
+                assert result.grad_norm == pytest.approx(one.grad_norm, rel=1e-3)
 
 
 def test_a_forward_pass_that_overflows_lowers_no_scale(run_ranks: Callable[..., Any]) -> None:

@@ -24,7 +24,7 @@ from training.failures import ConfigurationError
 from training.precision import DTYPES, TABLE, check_device, table_lines
 
 ROOT = Path(__file__).parents[2]
-NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.complex64: "fp32"}
+NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.complex64: "fp32", torch.float64: "fp64"}
 INSIDE_KERNELS = {"matrix products", "attention's softmax", "norms"}
 """Rows that no tensor shows; `tests/kernels` compares these with fp64."""
 

@@ -13,8 +13,8 @@ import torch
 
 from parallel.mesh import Layout, Mesh
 from tests.layouts import Job, flags_of, microbatches_of_step
-from tests.training.test_checkpoint import EIGHT, SMALL, assembled, assert_identical
-from tests.training.test_checkpoint_zero import state_of
+from tests.training.test_checkpoint import EIGHT, assembled, assert_identical
+from tests.training.test_checkpoint_zero import TWO_LAYERS, state_of
 from tests.training.test_weights import logits_of, rounded
 from training import checkpoint
 from training.engine import Engine
@@ -25,7 +25,7 @@ ONE = Layout()
 
 
 def job_of(layout: Layout = ONE, **flags: Any) -> Job:
-    return Job(layout=layout, overrides=SMALL, length=16, flags=flags)
+    return Job(layout=layout, overrides=TWO_LAYERS, length=16, flags=flags)
 
 
 def train(engine: Engine, job: Job, first: int, last: int) -> list[tuple[float, float]]:
@@ -67,7 +67,9 @@ RESUMED = {
     "1 tp2-pp2-dp2-ep2": (8, job_of(EIGHT, zero_stage=1)),
     "2": (2, job_of(zero_stage=2)),
     "2 bf16 offloaded": (2, job_of(zero_stage=2, offload_optimizer="cpu", precision="bf16")),
+    "2 fp16": (2, job_of(zero_stage=2, **FP16)),
     "3": (2, job_of(zero_stage=3)),
+    "3 fp16": (2, job_of(zero_stage=3, **FP16)),
     "3 bf16": (2, job_of(zero_stage=3, precision="bf16")),
     "3 offloaded": (2, job_of(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")),
 }
@@ -146,7 +148,7 @@ RUNS = {
     "3 cp2-dp2": (4, job_of(Layout(cp=2), zero_stage=3)),
     "3 dp2 offloaded": (2, job_of(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")),
 }
-PAIRS = [*zip(RUNS, [*list(RUNS)[1:], *list(RUNS)[:1]], strict=True), *zip(reversed(RUNS), list(reversed(RUNS))[2:])]
+PAIRS = [(saver, list(RUNS)[(i + ahead) % len(RUNS)]) for i, saver in enumerate(RUNS) for ahead in (1, 4)]
 
 
 @pytest.mark.full

@@ -183,6 +183,27 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
             ["--recompute-modules mla: unknown", "core_attn mla_up_proj layernorm"],
         ),
         ({"resume": True, "overwrite": True}, 8, ["--resume and --overwrite"]),
+        ({"loss_scale": 4.0}, 8, ["--loss-scale 4.0 needs --precision fp16", "it is fp32", "leave it out"]),
+        ({"precision": "bf16", "hysteresis": 2}, 8, ["--hysteresis 2 needs --precision fp16", "it is bf16"]),
+        ({"precision": "fp16", "initial_loss_scale": 1000.0}, 8, ["--initial-loss-scale 1000.0", "a power of two"]),
+        ({"precision": "fp16", "loss_scale": -2.0}, 8, ["--loss-scale -2.0 must be a power of two"]),
+        (
+            {"precision": "fp16", "loss_scale": 2.0, "loss_scale_window": 9},
+            8,
+            ["--loss-scale-window 9 contradicts --loss-scale 2.0"],
+        ),
+        ({"precision": "fp16", "hysteresis": 0}, 8, ["--hysteresis 0 must be at least 1"]),
+        (
+            {"precision": "fp16", "min_loss_scale": 2.0**17},
+            8,
+            ["--min-loss-scale 131072.0 is above --initial-loss-scale 65536.0"],
+        ),
+        (
+            {"exp_avg_sq_dtype": "bf16", "adam_beta2": 0.999},
+            8,
+            ["--exp-avg-sq-dtype bf16 with --adam-beta2 0.999", "a share of 0.001", "at most 0.9961, or fp32"],
+        ),
+        ({"optimizer": "sgd", "exp_avg_dtype": "bf16"}, 8, ["--exp-avg-dtype bf16 is for --optimizer adamw, not sgd"]),
     ],
 )
 def test_each_mistake_is_one_error_with_numbers_and_fix(

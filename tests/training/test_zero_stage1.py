@@ -86,7 +86,7 @@ def test_stage_1_trains_as_the_plain_run(
     with capsys.disabled():
         print(f"\n  {name_of(layout, flags)}: losses off by {loss:.1e}, norms by {norm:.1e}", end="")
     # Offloaded, masters differ in the last bit, and some round to another 16-bit weight.
-    coarse = {"fp32": 1, "bf16": 50, "fp16": 10}[flags.get("precision", "fp32")] if "offload_optimizer" in flags else 1
+    coarse = {"fp32": 1, "bf16": 20, "fp16": 10}[flags.get("precision", "fp32")] if "offload_optimizer" in flags else 1
     assert loss <= coarse * 1e-4 and norm <= coarse * 1e-3
     if "offload_optimizer" not in flags or flags.get("optimizer") == "sgd":
         assert loss == 0 == norm, "the same kernel on the same values"

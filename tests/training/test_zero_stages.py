@@ -14,7 +14,7 @@ from unittest import mock
 
 import os
 
-STEPS=int(os.environ.get('STEPS',20))
+STEPS = int(os.environ.get("STEPS", 20))
 import numpy as np
 import pytest
 
