@@ -116,6 +116,9 @@ def _cleaned(
         if name not in table:
             errors.append(f"{path}: {_unknown(given, table, inside)}")
             continue
+        if name != given and name in values:
+            errors.append(f"{path}: {inside}{name} is given under two names, also as {given}: take {given} out")
+            continue
         key, place = table[name], inside + given
         if value is None or value == "auto":
             continue

@@ -102,7 +102,8 @@ def test_auto_and_what_is_left_out_come_from_the_flags(tmp_path: Path) -> None:
     assert arguments.training.loss_scale_window is None  # of fp16, and the run is bf16
     config = engine_config(arguments)
     assert config["gradient_clipping"] == 0.5 and config["steps_per_print"] == 2000
-    assert config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 2**20, "overlap_comm": True}
+    asked_for = {"stage": 2, "reduce_bucket_size": 2**20, "overlap_comm": True}
+    assert config["zero_optimization"] == asked_for | {"parameter_alignment": True}
 
 
 @pytest.mark.parametrize(
@@ -377,3 +378,10 @@ def same_kind(key: Key, theirs: str | None) -> bool:
             and theirs.startswith("<class 'list")
         )
     )
+
+
+def test_a_key_under_both_its_names_is_refused(tmp_path: Path) -> None:
+    zero = {"stage": 3, "prefetch_bucket_size": 5, "stage3_prefetch_bucket_size": 6}
+    for order in (zero, dict(reversed(zero.items()))):
+        with pytest.raises(ConfigurationError, match="stage3_prefetch_bucket_size is given under two names"):
+            completed(asked(tmp_path, {"zero_optimization": order}), 4)
