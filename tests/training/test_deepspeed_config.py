@@ -209,6 +209,12 @@ def test_a_contradiction_names_both(tmp_path: Path, content: Any, flags: dict[st
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op sum is refused"),
         ('{"bf16": {}, "bf16": {}}', "bf16 is given twice"),
         ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}}, "take cpu_offload out"),
+        (
+            {"zero_optimization": {"stage3_max_live_parameters": 5, "max_live_parameters": 3}},
+            "max_live_parameters is zero_optimization.stage3_max_live_parameters, which is there too",
+        ),
+        ({"gradient_clipping": 10**400}, "must be a number"),
+        ({"fp16": {"min_loss_scale": 10**400}}, "must be a whole number"),
     ],
 )
 def test_what_cannot_be_taken_is_refused_by_name(tmp_path: Path, content: Any, part: str) -> None:
@@ -218,11 +224,28 @@ def test_what_cannot_be_taken_is_refused_by_name(tmp_path: Path, content: Any, p
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("{", "isn't JSON: "), ("[1]", "must be an object of DeepSpeed's keys"), ("", "isn't JSON")],
+    [
+        ("{", "isn't JSON: "),
+        ("[1]", "must be an object of DeepSpeed's keys"),
+        ("", "isn't JSON"),
+        ("[" * 100_000, "isn't JSON"),
+    ],
 )
 def test_a_file_that_isnt_an_object_is_refused(tmp_path: Path, text: str, part: str) -> None:
     (error,) = refused(tmp_path, text)
     assert error.startswith("--deepspeed-config ds.json ") and part in error
+
+
+def test_a_loss_scale_beyond_any_number_is_refused(tmp_path: Path) -> None:
+    (error,) = refused(tmp_path, {"fp16": {"initial_scale_power": 1024}}, precision="fp16")
+    assert error.startswith("ds.json: fp16.initial_scale_power 1024 is too much")
+
+
+@pytest.mark.parametrize("left_out", [None, "auto"])
+def test_an_old_name_at_the_top_finds_its_section_left_out(tmp_path: Path, left_out: str | None) -> None:
+    content = {"zero_optimization": left_out, "zero3_save_16bit_model": True}
+    arguments, _ = completed(asked(tmp_path, content, zero_stage=3))
+    assert arguments.checkpoint.save_16bit_weights
 
 
 def test_a_missing_file_is_refused() -> None:
