@@ -19,11 +19,11 @@ from training.failures import ConfigurationError
 
 _KINDS = {
     bool: "true or false",
-    int: "a whole number, at least 0",
+    int: "a whole number, at least {}",
     float: "a number",
     str: "a text",
     list: "a list",
-    dict: "a section {…}",
+    dict: "a section {{…}}",
 }
 
 
@@ -126,7 +126,7 @@ def _cleaned(
             continue
         if value is None or value == "auto":
             continue
-        if (wrong := _wrong_kind(value, key.kind)) is not None:
+        if (wrong := _wrong_kind(value, key)) is not None:
             errors.append(f"{path}: {place} {as_text(value)} must be {wrong}")
         elif key.section:
             kept[name] = _cleaned(path, value, key.section, place + ".", errors, notices)
@@ -152,18 +152,19 @@ def _unknown(name: str, table: Mapping[str, Key], inside: str) -> str:
     return f"unknown key {inside}{name}: {told}"
 
 
-def _wrong_kind(value: Any, kind: Any) -> str | None:
-    """What `value` must be instead; None where it is of the kind."""
+def _wrong_kind(value: Any, key: Key) -> str | None:
+    """What `value` must be instead; None where it is of the key's kind."""
+    kind: Any = key.kind
     if isinstance(kind, tuple):
         known = not isinstance(value, bool) and value in kind
         return None if known else f"one of {', '.join(map(str, kind))}"
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     fits = {
-        int: number and value == int(value) and value >= 0,
+        int: number and value == int(value) and value >= key.least,
         float: number,
         object: True,
     }.get(kind, isinstance(kind, type) and isinstance(value, kind))
-    return None if fits else _KINDS[kind]
+    return None if fits else _KINDS[kind].format(key.least)
 
 
 def _asks_for_nothing(value: Any, key: Key) -> bool:

@@ -102,7 +102,8 @@ def test_auto_and_what_is_left_out_come_from_the_flags(tmp_path: Path) -> None:
     assert arguments.training.loss_scale_window is None  # of fp16, and the run is bf16
     config = engine_config(arguments)
     assert config["gradient_clipping"] == 0.5 and config["steps_per_print"] == 2000
-    assert config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 2**20, "overlap_comm": True}
+    zero = {"stage": 2, "reduce_bucket_size": 2**20, "overlap_comm": True, "parameter_alignment": True}
+    assert config["zero_optimization"] == zero
 
 
 @pytest.mark.parametrize(
@@ -214,6 +215,9 @@ def test_a_contradiction_names_both(tmp_path: Path, content: Any, flags: dict[st
             "max_live_parameters is zero_optimization.stage3_max_live_parameters, which is there too",
         ),
         ({"gradient_clipping": 10**400}, "must be a number"),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size 0 must be a whole number, at least 1"),
+        ({"steps_per_print": 0}, "steps_per_print 0 must be a whole number, at least 1"),
+        ({"zero_optimization": {"stage3_module_granularity_threshold": 9}}, "which modules are gathered as one"),
         ({"fp16": {"min_loss_scale": 10**400}}, "must be a whole number"),
     ],
 )
@@ -246,6 +250,13 @@ def test_an_old_name_at_the_top_finds_its_section_left_out(tmp_path: Path, left_
     content = {"zero_optimization": left_out, "zero3_save_16bit_model": True}
     arguments, _ = completed(asked(tmp_path, content, zero_stage=3))
     assert arguments.checkpoint.save_16bit_weights
+
+
+def test_gradients_in_turns_are_left_out_with_a_notice(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    (notice,) = told(tmp_path, content)
+    assert notice.startswith("ds.json: zero_optimization.round_robin_gradients true is left out")
+    assert "round_robin_gradients" not in engine_config(completed(asked(tmp_path, content))[0])["zero_optimization"]
 
 
 def test_a_missing_file_is_refused() -> None:
