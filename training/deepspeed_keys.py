@@ -216,7 +216,7 @@ TOP_LEVEL = {
     "timers": Key(dict, "passed", section={"throughput": Key(dict, "passed", section=_THROUGHPUT)}),
     **_passed(bool, "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"),
     "steps_per_print": Key(int, "passed", least=1),
-    **_passed(str, "log_level"),
+    "log_level": Key(("debug", "info", "warning", "error", "critical"), "passed"),
     "zero_allow_untested_optimizer": Key(bool, "fixed", "the optimizer is this project's", (True,)),
     "zero_force_ds_cpu_optimizer": Key(bool, "fixed", "--offload-optimizer takes DeepSpeed's CPU-Adam", (True, False)),
     "managed_gradient_accumulation": Key(bool, "fixed", "the step's end is this project's to say", (False,)),

@@ -216,6 +216,7 @@ def test_a_contradiction_names_both(tmp_path: Path, content: Any, flags: dict[st
         ),
         ({"gradient_clipping": 10**400}, "must be a number"),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size 0 must be a whole number, at least 1"),
+        ({"log_level": "loud"}, "log_level loud must be one of debug, info"),
         ({"steps_per_print": 0}, "steps_per_print 0 must be a whole number, at least 1"),
         ({"zero_optimization": {"stage3_module_granularity_threshold": 9}}, "which modules are gathered as one"),
         ({"fp16": {"min_loss_scale": 10**400}}, "must be a whole number"),
