@@ -174,6 +174,9 @@ class ZeroEngine:
             self.engine.allreduce_gradients()
         elif not self._backwards:  # stage 2 makes its buffers for gradients in a backward pass
             zero = torch.stack([parameter.flatten()[:1].sum() * 0 for parameter in self.parameters.values()]).sum()
+            timers = self.engine.engine_timers  # none without wall_clock_breakdown; a forward pass would start them
+            for timer in (*timers.backward_timers, *timers.backward_inner_timers):
+                self.engine.timers(timer).start()
             self.engine.backward(zero, scale_wrt_gas=False)
         self._step(0.0, applies=False)
 

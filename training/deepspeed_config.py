@@ -6,6 +6,7 @@ docs/zero.md. Follows DeepSpeed 0.19.8, https://www.deepspeed.ai/docs/config-jso
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -175,6 +176,9 @@ def _fill(file: DeepSpeedFile, arguments: Arguments, values: dict[str, Any]) -> 
             for key, flag in _DYNAMIC.items():
                 value = file.get(key)
                 if key == "fp16.initial_scale_power" and value is not None:
+                    if value >= sys.float_info.max_exp:
+                        yield f"{file.path}: {key} {value} is too much: 2 to its power is no number; DeepSpeed's is 16"
+                        continue
                     value = 2.0**value
                 yield from take(key, flag, float(value) if flag == "min_loss_scale" and value is not None else value)
     stage, gather = values["zero_stage"], file.get(f"zero_optimization.{GATHER}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,11 @@ from training.failures import ConfigurationError
 
 _KINDS = {
     bool: "true or false",
-    int: "a whole number, at least 0",
+    int: "a whole number, at least {}",
     float: "a number",
     str: "a text",
     list: "a list",
-    dict: "a section {…}",
+    dict: "a section {{…}}",
 }
 
 
@@ -58,7 +59,7 @@ def read_file(path: str) -> DeepSpeedFile:
 
     try:
         content = json.loads(text, object_pairs_hook=section)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"--deepspeed-config {path} isn't JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationError(
@@ -82,6 +83,9 @@ def as_text(value: Any) -> str:
 def _rename(path: str, content: dict[str, Any], notices: list[str]) -> Iterator[str]:
     """Old names become new ones, in place, with a notice each; yields where both are given."""
     zero = content.get("zero_optimization", {})
+    if zero in (None, "auto"):  # left out, as in `_cleaned`
+        zero = {}
+        content.pop("zero_optimization")
     if isinstance(zero, bool):
         notices.append(f'{path}: zero_optimization {as_text(zero)} is the old form of {{"stage": {int(zero)}}}')
         zero = content["zero_optimization"] = {"stage": int(zero)}
@@ -120,9 +124,12 @@ def _cleaned(
             errors.append(f"{path}: {inside}{name} is given under two names, also as {given}: take {given} out")
             continue
         key, place = table[name], inside + given
+        if name != given and name in values:
+            errors.append(f"{path}: {inside}{given} is {inside}{name}, which is there too: take {inside}{given} out")
+            continue
         if value is None or value == "auto":
             continue
-        if (wrong := _wrong_kind(value, key.kind)) is not None:
+        if (wrong := _wrong_kind(value, key)) is not None:
             errors.append(f"{path}: {place} {as_text(value)} must be {wrong}")
         elif key.section:
             kept[name] = _cleaned(path, value, key.section, place + ".", errors, notices)
@@ -148,18 +155,19 @@ def _unknown(name: str, table: Mapping[str, Key], inside: str) -> str:
     return f"unknown key {inside}{name}: {told}"
 
 
-def _wrong_kind(value: Any, kind: Any) -> str | None:
-    """What `value` must be instead; None where it is of the kind."""
+def _wrong_kind(value: Any, key: Key) -> str | None:
+    """What `value` must be instead; None where it is of the key's kind."""
+    kind: Any = key.kind
     if isinstance(kind, tuple):
         known = not isinstance(value, bool) and value in kind
         return None if known else f"one of {', '.join(map(str, kind))}"
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     fits = {
-        int: number and value == int(value) and value >= 0,
+        int: number and value == int(value) and value >= key.least,
         float: number,
         object: True,
     }.get(kind, isinstance(kind, type) and isinstance(value, kind))
-    return None if fits else _KINDS[kind]
+    return None if fits else _KINDS[kind].format(key.least)
 
 
 def _asks_for_nothing(value: Any, key: Key) -> bool:

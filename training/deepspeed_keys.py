@@ -21,6 +21,7 @@ class Key:
 
     line: why it is fixed or refused, and what to use here. nothing: values that ask for nothing (beside "auto", null,
     and, where a key is refused, what is switched off). stages: those whose engine uses it. section: the keys within.
+    least: of whole numbers, the first that DeepSpeed works with.
     """
 
     kind: type | tuple[Any, ...]
@@ -29,6 +30,7 @@ class Key:
     nothing: tuple[Any, ...] = ()
     stages: tuple[int, ...] = (1, 2, 3)
     section: Mapping[str, Key] = field(default_factory=dict)
+    least: int = 0
 
 
 def _passed(kind: type, *names: str) -> dict[str, Key]:
@@ -117,15 +119,17 @@ _ENGINE_REDUCES = "at stage 1 gradients come reduced from this project's reducer
 _OUR_CHECKPOINTS = "checkpoints are this project's own: --save, --save-interval, --load"
 _QUANTIZED = "not there; --grad-compression sends gradients in fewer bytes, at stages 0 and 1"
 _REMOVED = "DeepSpeed has removed it"
+_LEAVES = "which modules are gathered as one is this project's to say"
+_ROUND_ROBIN = "DeepSpeed 0.19.8 then takes one parameter's part of a shard for another's"
 
 ZERO = {
     "stage": Key((0, 1, 2, 3), "flag"),
     "offload_optimizer": Key(dict, "flag", section=OFFLOAD_OPTIMIZER),
     "offload_param": Key(dict, "flag", section=OFFLOAD_PARAM),
     "stage3_gather_16bit_weights_on_model_save": Key(bool, "flag"),
+    "reduce_bucket_size": Key(int, "passed", least=1),
     **_passed(
         int,
-        "reduce_bucket_size",
         "allgather_bucket_size",
         "sub_group_size",
         "stage3_prefetch_bucket_size",
@@ -133,7 +137,6 @@ ZERO = {
         "stage3_model_persistence_threshold",
         "stage3_max_live_parameters",
         "stage3_max_reuse_distance",
-        "stage3_module_granularity_threshold",
     ),
     **_passed(
         bool,
@@ -143,7 +146,6 @@ ZERO = {
         "stage3_use_all_reduce_for_fetch_params",
         "stage3_allgather_sequential",
         "ignore_unused_parameters",
-        "round_robin_gradients",
         "memory_efficient_linear",
         "override_module_apply",
         "log_trace_cache_warnings",
@@ -158,7 +160,9 @@ ZERO = {
     "save_muon_momentum_buffer_in_memory": Key(bool, "fixed", "--optimizer has no Muon", (False,)),
     "cpu_offload_use_pin_memory": Key(bool, "fixed", "put pin_memory into offload_optimizer and offload_param"),
     "zenflow": Key(dict, "refused", "not there; offload_optimizer alone does the whole step on the host"),
-    "leaf_module": Key(dict, "refused", "which modules are gathered as one is this project's to say"),
+    "round_robin_gradients": Key(bool, "fixed", _ROUND_ROBIN, (False,)),
+    "leaf_module": Key(dict, "refused", _LEAVES),
+    "stage3_module_granularity_threshold": Key(int, "refused", _LEAVES, (0,)),
     "legacy_stage1": Key(bool, "refused", _REMOVED),
     "zero_hpz_partition_size": Key(int, "refused", "not there: parameters are shared by all replicas alike", (1,)),
     **_same(
@@ -211,8 +215,8 @@ TOP_LEVEL = {
     "comms_logger": Key(dict, "passed", section=COMMS_LOGGER),
     "timers": Key(dict, "passed", section={"throughput": Key(dict, "passed", section=_THROUGHPUT)}),
     **_passed(bool, "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"),
-    **_passed(int, "steps_per_print"),
-    **_passed(str, "log_level"),
+    "steps_per_print": Key(int, "passed", least=1),
+    "log_level": Key(("debug", "info", "warning", "error", "critical"), "passed"),
     "zero_allow_untested_optimizer": Key(bool, "fixed", "the optimizer is this project's", (True,)),
     "zero_force_ds_cpu_optimizer": Key(bool, "fixed", "--offload-optimizer takes DeepSpeed's CPU-Adam", (True, False)),
     "managed_gradient_accumulation": Key(bool, "fixed", "the step's end is this project's to say", (False,)),

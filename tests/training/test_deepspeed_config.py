@@ -102,8 +102,8 @@ def test_auto_and_what_is_left_out_come_from_the_flags(tmp_path: Path) -> None:
     assert arguments.training.loss_scale_window is None  # of fp16, and the run is bf16
     config = engine_config(arguments)
     assert config["gradient_clipping"] == 0.5 and config["steps_per_print"] == 2000
-    asked_for = {"stage": 2, "reduce_bucket_size": 2**20, "overlap_comm": True}
-    assert config["zero_optimization"] == asked_for | {"parameter_alignment": True}
+    zero = {"stage": 2, "reduce_bucket_size": 2**20, "overlap_comm": True, "parameter_alignment": True}
+    assert config["zero_optimization"] == zero
 
 
 @pytest.mark.parametrize(
@@ -210,6 +210,16 @@ def test_a_contradiction_names_both(tmp_path: Path, content: Any, flags: dict[st
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op sum is refused"),
         ('{"bf16": {}, "bf16": {}}', "bf16 is given twice"),
         ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}}, "take cpu_offload out"),
+        (
+            {"zero_optimization": {"stage3_max_live_parameters": 5, "max_live_parameters": 3}},
+            "max_live_parameters is zero_optimization.stage3_max_live_parameters, which is there too",
+        ),
+        ({"gradient_clipping": 10**400}, "must be a number"),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size 0 must be a whole number, at least 1"),
+        ({"log_level": "loud"}, "log_level loud must be one of debug, info"),
+        ({"steps_per_print": 0}, "steps_per_print 0 must be a whole number, at least 1"),
+        ({"zero_optimization": {"stage3_module_granularity_threshold": 9}}, "which modules are gathered as one"),
+        ({"fp16": {"min_loss_scale": 10**400}}, "must be a whole number"),
     ],
 )
 def test_what_cannot_be_taken_is_refused_by_name(tmp_path: Path, content: Any, part: str) -> None:
@@ -219,11 +229,35 @@ def test_what_cannot_be_taken_is_refused_by_name(tmp_path: Path, content: Any, p
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("{", "isn't JSON: "), ("[1]", "must be an object of DeepSpeed's keys"), ("", "isn't JSON")],
+    [
+        ("{", "isn't JSON: "),
+        ("[1]", "must be an object of DeepSpeed's keys"),
+        ("", "isn't JSON"),
+        ("[" * 100_000, "isn't JSON"),
+    ],
 )
 def test_a_file_that_isnt_an_object_is_refused(tmp_path: Path, text: str, part: str) -> None:
     (error,) = refused(tmp_path, text)
     assert error.startswith("--deepspeed-config ds.json ") and part in error
+
+
+def test_a_loss_scale_beyond_any_number_is_refused(tmp_path: Path) -> None:
+    (error,) = refused(tmp_path, {"fp16": {"initial_scale_power": 1024}}, precision="fp16")
+    assert error.startswith("ds.json: fp16.initial_scale_power 1024 is too much")
+
+
+@pytest.mark.parametrize("left_out", [None, "auto"])
+def test_an_old_name_at_the_top_finds_its_section_left_out(tmp_path: Path, left_out: str | None) -> None:
+    content = {"zero_optimization": left_out, "zero3_save_16bit_model": True}
+    arguments, _ = completed(asked(tmp_path, content, zero_stage=3))
+    assert arguments.checkpoint.save_16bit_weights
+
+
+def test_gradients_in_turns_are_left_out_with_a_notice(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    (notice,) = told(tmp_path, content)
+    assert notice.startswith("ds.json: zero_optimization.round_robin_gradients true is left out")
+    assert "round_robin_gradients" not in engine_config(completed(asked(tmp_path, content))[0])["zero_optimization"]
 
 
 def test_a_missing_file_is_refused() -> None:
