@@ -18,6 +18,7 @@ PACKAGES = [
     "tools",
     # Data only: an installed command finds configs/models/*.json beside its own package.
     "configs",
+    "configs.deepspeed",
     "configs.models",
     "configs.runs",
 ]
@@ -56,7 +57,12 @@ if __name__ == "__main__":
         license="Apache-2.0",
         python_requires=">=3.10",
         packages=PACKAGES,
-        package_data={"configs.models": ["*.json"], "configs.runs": ["*.yaml"], "kernels": ["csrc/*"]},
+        package_data={
+            "configs.deepspeed": ["*.json"],
+            "configs.models": ["*.json"],
+            "configs.runs": ["*.yaml"],
+            "kernels": ["csrc/*"],
+        },
         py_modules=["pretrain_deepseek"],
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,

@@ -105,7 +105,7 @@ def engine_config(arguments: Arguments) -> dict[str, Any]:
             sections[name] = {**_passed(given, ZERO[name].section, stage), "device": device, **path}
     config["zero_optimization"] = sections
     if stage < 3:  # grouped products on a GPU take weights at multiples of 16 bytes only
-        sections.setdefault("parameter_alignment", True)
+        sections["parameter_alignment"] = True
     if stage == 1:
         # An fp16 section that is off but says 1 keeps DeepSpeed from scaling by 65536 where parameters are fp16. With
         # an offloaded optimizer the norm must stay on, though nobody asks for it.
@@ -113,7 +113,6 @@ def engine_config(arguments: Arguments) -> dict[str, Any]:
         sections |= {
             "contiguous_gradients": False,
             "overlap_comm": False,
-            "parameter_alignment": True,
             "compute_grad_norm": "offload_optimizer" in sections,
         }
         return config

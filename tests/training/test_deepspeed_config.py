@@ -102,7 +102,8 @@ def test_auto_and_what_is_left_out_come_from_the_flags(tmp_path: Path) -> None:
     assert arguments.training.loss_scale_window is None  # of fp16, and the run is bf16
     config = engine_config(arguments)
     assert config["gradient_clipping"] == 0.5 and config["steps_per_print"] == 2000
-    assert config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 2**20, "overlap_comm": True}
+    expected = {"stage": 2, "reduce_bucket_size": 2**20, "overlap_comm": True, "parameter_alignment": True}
+    assert config["zero_optimization"] == expected
 
 
 @pytest.mark.parametrize(
@@ -258,6 +259,7 @@ def test_what_is_off_or_says_the_same_passes_in_silence(tmp_path: Path, content:
         ({"tensorboard": {"enabled": True}}, "ds.json: tensorboard is left out: metrics are this project's own"),
         ({"zero_optimization": {"overlap_comm": True}}, "zero_optimization.overlap_comm true is left out: at stage 1"),
         ({"zero_optimization": {"contiguous_gradients": True}}, "contiguous_gradients true is left out: at stage 1"),
+        ({"zero_optimization": {"parameter_alignment": False}}, "multiples of 16 bytes"),
         ({"bf16": {"check_grad_overflow": False}}, "check_grad_overflow false is left out"),
         ({"checkpoint": {"load_universal": True}}, "checkpoint is left out: checkpoints are this project's own"),
         ({"zero_optimization": {GATHER: True}}, f"{GATHER} is for stage 3"),
