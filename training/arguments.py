@@ -148,7 +148,7 @@ class TrainingArguments:
     loss_scale_window: Unset[int] = None
     """For fp16: steps without overflow after which the loss scale doubles; by default 1000."""
     hysteresis: Unset[int] = None
-    """For fp16: overflows in a row, without a doubling between them, that halve the loss scale; by default 1."""
+    """For fp16: overflows since the last doubling after which each one more halves the loss scale; by default 1."""
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     """Activations computed again in the backward pass: none, all but each layer's input, or those of some modules."""
     recompute_modules: tuple[str, ...] = ()
@@ -256,7 +256,8 @@ class CheckpointArguments:
     pretrained_checkpoint: Unset[str] = None
     """Start, at step 0, from the 16-bit weights in this directory (see the next flag)."""
     save_16bit_weights: bool = False
-    """With every checkpoint also save the model whole, in 16 bits, as safetensors that need no layout: .../weights."""
+    """With every checkpoint also save the model whole, in 16 bits, as safetensors that need no layout: .../weights.
+    DeepSpeed's file may ask for it too."""
     save_interval: Unset[int] = None
     """Steps between checkpoints; by default there is only the one after the last step, which is always there."""
 

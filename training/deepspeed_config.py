@@ -39,7 +39,6 @@ _DYNAMIC = {
     "fp16.hysteresis": "hysteresis",
 }
 """The same, of a dynamic loss scale."""
-_INITIAL_LOSS_SCALE = 65536.0
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
@@ -81,12 +80,11 @@ def engine_config(arguments: Arguments) -> dict[str, Any]:
     """What deepspeed.initialize is handed at the stage of `arguments`, which are completed.
 
     Stage 1 gets whole gradients from this project's reducer, in fp32 and clipped: so precision and clipping are off and
-    masters are fp32. At stages 2 and 3 the engine reduces and clips; each micro-batch is one backward of an already
-    normalised loss, so there is one accumulation step. Keys that are DeepSpeed's alone come from the file.
+    masters are fp32. At stages 2 and 3 the engine reduces and clips; what its arithmetic depends on, such as the dtype,
+    `parallel.zero_engine` sets. Keys that are DeepSpeed's alone come from the file.
     Raises ValueError at stage 0, and ConfigurationError where the file has become unreadable.
     """
-    zero, training = arguments.zero, arguments.training
-    stage = zero.zero_stage
+    zero, stage = arguments.zero, arguments.zero.zero_stage
     if not stage:
         raise ValueError("ZeRO stage 0 has no DeepSpeed configuration: the native optimizer runs")
     file = DeepSpeedFile("", {}, (), ()) if zero.deepspeed_config is None else read_file(zero.deepspeed_config)
@@ -106,7 +104,7 @@ def engine_config(arguments: Arguments) -> dict[str, Any]:
             sections[name] = {**_passed(given, ZERO[name].section, stage), "device": device, **path}
     config["zero_optimization"] = sections
     if stage < 3:  # grouped products on a GPU take weights at multiples of 16 bytes only
-        sections.setdefault("parameter_alignment", True)
+        sections["parameter_alignment"] = True
     if stage == 1:
         # An fp16 section that is off but says 1 keeps DeepSpeed from scaling by 65536 where parameters are fp16. With
         # an offloaded optimizer the norm must stay on, though nobody asks for it.
@@ -114,24 +112,12 @@ def engine_config(arguments: Arguments) -> dict[str, Any]:
         sections |= {
             "contiguous_gradients": False,
             "overlap_comm": False,
-            "parameter_alignment": True,
             "compute_grad_norm": "offload_optimizer" in sections,
         }
         return config
     sections.setdefault("reduce_bucket_size", int(arguments.distributed.bucket_cap_mb * 2**20 / 4))
     sections.setdefault("overlap_comm", arguments.distributed.overlap_grad_reduce)
-    config |= {
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": arguments.optimizer.clip_grad,
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-    }
-    if training.precision == "bf16":
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-    elif training.precision == "fp16":
-        # A constant for DeepSpeed: the loss scale is this project's, which overrides it each step.
-        scale = training.loss_scale or training.initial_loss_scale or _INITIAL_LOSS_SCALE
-        config["fp16"] = {"enabled": True, "loss_scale": scale}
+    config["gradient_clipping"] = arguments.optimizer.clip_grad
     return config
 
 

@@ -124,9 +124,6 @@ def _cleaned(
             errors.append(f"{path}: {inside}{name} is given under two names, also as {given}: take {given} out")
             continue
         key, place = table[name], inside + given
-        if name != given and name in values:
-            errors.append(f"{path}: {inside}{given} is {inside}{name}, which is there too: take {inside}{given} out")
-            continue
         if value is None or value == "auto":
             continue
         if (wrong := _wrong_kind(value, key)) is not None:

@@ -153,7 +153,9 @@ ZERO = {
     ),
     "contiguous_gradients": Key(bool, "passed", _ENGINE_REDUCES, (False,), stages=(2, 3)),
     "overlap_comm": Key(bool, "passed", _ENGINE_REDUCES, (False,), stages=(2, 3)),
-    "parameter_alignment": Key(bool, "passed", "at stage 1 it is always on", (True,), stages=(2, 3)),
+    "parameter_alignment": Key(
+        bool, "fixed", "weights begin at multiples of 16 bytes, as grouped products on a GPU need", (True,)
+    ),
     "compute_grad_norm": Key(bool, "fixed", "the norm is taken where it is needed", (True, False)),
     "load_from_fp32_weights": Key(bool, "fixed", _OUR_CHECKPOINTS, (True,)),
     **_same(Key(bool, "fixed", _OUR_CHECKPOINTS, (False,)), "elastic_checkpoint", "pipeline_loading_checkpoint"),
