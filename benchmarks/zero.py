@@ -68,9 +68,8 @@ def kinds(sizes: list[int]) -> list[Kind]:
     """Every stage for every dp, offloading at the middle one, and stage 1 under tensor and pipeline parallelism."""
     plain = [Kind(dp, stage) for dp in sizes for stage in range(4)]
     middle = sizes[len(sizes) // 2]
-    offloaded = [Kind(middle, 1, "optimizer"), Kind(middle, 2, "optimizer"), Kind(middle, 3, "optimizer")]
-    layouts = [Kind(2, stage, tp=2, pp=2) for stage in (0, 1)]
-    return [*plain, *offloaded, Kind(middle, 3, "all"), *layouts]
+    offloaded = [Kind(middle, stage, "optimizer") for stage in (1, 2, 3)]
+    return [*plain, *offloaded, Kind(middle, 3, "all"), Kind(2, 0, tp=2, pp=2), Kind(2, 1, tp=2, pp=2)]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -78,7 +77,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.zero",
         description="Bytes of parameters, gradients, masters and moments that live on a rank between a backward pass "
         "and the step of a tiny V3 in bf16, and bytes that it sends in a step, under every stage of ZeRO. Status 1: "
-        "a role isn't cut to 1/dp where it should be, or is where it shouldn't.",
+        "a role isn't cut to 1/dp where it should be, or is where it shouldn't, or messages aren't the formula's.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--dp", type=int, nargs="+", default=[1, 2, 4], help="data-parallel sizes")
@@ -134,11 +133,18 @@ def formula(kind: Kind, microbatches: int, found: dict[str, Any]) -> float:
     }[kind.stage]
 
 
-def off(kind: Kind, found: dict[str, Any]) -> Iterator[str]:
-    """What isn't as expected, in words."""
+def memory_off(kind: Kind, found: dict[str, Any]) -> Iterator[str]:
+    """What a rank holds that isn't as expected, in words."""
     for role, size in expected(kind, found).items():
         if abs(found["live"][role] - size) > slack(kind, found, role):
             yield f"{kind.name}: {role} {found['live'][role]:,} bytes instead of {size:,.0f}"
+
+
+def traffic_off(kind: Kind, microbatches: int, found: dict[str, Any]) -> Iterator[str]:
+    """What a rank sends that isn't within 1 % of the formula, where all messages are those of replicas."""
+    sent, wanted = sum(found["sent"].values()), formula(kind, microbatches, found)
+    if kind.tp * kind.pp == 1 and abs(sent - wanted) > 0.01 * wanted:
+        yield f"{kind.name}: {sent:,} bytes sent instead of {wanted:,.0f}"
 
 
 def memory_table(found: dict[Kind, list[dict[str, Any]]]) -> str:
@@ -190,11 +196,16 @@ def main(arguments: list[str] | None = None) -> int:
     print("MB of a rank between backward and step; values of bf16, gradients, masters and moments of fp32.\n")
     print(traffic_table(found, options.microbatches))
     print(f"MB that a rank sends in a step of {options.microbatches} micro-batches.\n")
-    wrong = [words for kind, ranks in found.items() for each in ranks for words in off(kind, each)]
+    wrong = [
+        words
+        for kind, ranks in found.items()
+        for each in ranks
+        for words in (*memory_off(kind, each), *traffic_off(kind, options.microbatches, each))
+    ]
     for words in dict.fromkeys(wrong):
         print(f"- FAILS: {words}")
     if not wrong:
-        print("- holds: on every rank each role has its bytes, whole or 1/dp, to within alignment")
+        print("- holds: on every rank each role has its bytes, whole or 1/dp, and sends those of the formula")
     return 1 if wrong else 0
 
 
