@@ -182,7 +182,7 @@ def test_an_overflow_on_one_rank_skips_everywhere_and_the_same_batch_goes_on(
             assert scales == [2.0**16] * SPOILT_STEP + [2.0**15] * (STEPS - SPOILT_STEP)
             # What a halved scale changes: gradients below 6e-5 times the scale have fewer bits in fp16.
             for result, expected in zip(found["disturbed"], found["undisturbed"], strict=True):
-                assert expected.loss_scale == 2.0**16 and result.losses == pytest.approx(expected.losses, rel=1e-5)
+                assert expected.loss_scale == 2.0**16 and result.losses == pytest.approx(expected.losses, rel=5e-5)
 
 
 OFFLOADED = {"offload_optimizer": "cpu"}
