@@ -129,3 +129,7 @@ def main() -> None:
     print("\n" + "\n".join(text for _, text in said))
     if not all(holds for holds, _ in said):
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
