@@ -23,6 +23,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of
 from parallel.zero import Make, Mpu, decay_groups, destroy, enter_deepspeed, initialize, quiet, set_steps
 
+
 class ZeroEngine:
     """DeepSpeed's engine over one whole model: `Gradients`, `Update` and `OptimizerState` of the training step.
 

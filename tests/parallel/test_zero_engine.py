@@ -50,9 +50,7 @@ class Reference:
         self.model, self.ranks = model, ranks
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim == 1]
-        self.optimizer = adamw(
-            [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-        )
+        self.optimizer = adamw([{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}])
 
     def step(self, step: int) -> tuple[float, float]:
         self.optimizer.zero_grad()
@@ -74,7 +72,12 @@ class Subject:
         self.mesh = Mesh.create(Layout())
         self.model = Model(seed)
         named = list(self.model.named_parameters())
-        zero = {"stage": stage, "overlap_comm": False, "reduce_bucket_size": 40, "stage3_param_persistence_threshold": 0}
+        zero = {
+            "stage": stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": 40,
+            "stage3_param_persistence_threshold": 0,
+        }
         config = {"zero_optimization": zero, "gradient_clipping": CLIP}
         self.engine = ZeroEngine(self.model, named, self.mesh, config, adamw, DECAY)
 
@@ -228,7 +231,9 @@ def test_an_engine_trains_skips_and_resumes_as_torch(run_ranks: Callable[..., li
         assert found.sent["dp_cp"] == 3 * values * (MICROBATCHES * per_microbatch + per_step) // 2
 
 
-@pytest.mark.parametrize(("axis", "words"), [("pp", "a pipeline of 2 ranks"), ("ep", "expert parallelism over 2 ranks")])
+@pytest.mark.parametrize(
+    ("axis", "words"), [("pp", "a pipeline of 2 ranks"), ("ep", "expert parallelism over 2 ranks")]
+)
 def test_a_pipeline_and_expert_parallelism_are_refused(axis: str, words: str) -> None:
     axes = {"pp": Axis("pp", (0,), 0), "ep": Axis("ep", (0,), 0), axis: Axis(axis, (0, 1), 0)}
     config = {"zero_optimization": {"stage": 3}}
