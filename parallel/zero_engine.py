@@ -64,10 +64,11 @@ class ZeroEngine:
         for parameter in self.parameters.values():
             self._tell_of_tensor_parallelism(parameter)
         (dtype,) = {parameter.dtype for parameter in self.parameters.values()}
+        self._values, self._value_bytes = sum(p.numel() for p in self.parameters.values()), dtype.itemsize
         enter_deepspeed(mesh)
         with quiet():
             self.inner = make(decay_groups(self.parameters.items(), weight_decay))
-        self.moments = _moments(self.inner)
+        self.moments: tuple[str, ...] = ()
         self.inner.register_step_pre_hook(partial(_call, weakref.WeakMethod(self._before_inner_step)))
         self.inner.register_step_post_hook(partial(_call, weakref.WeakMethod(self._after_inner_step)))
         _agree_on_numbers(mesh)
@@ -93,13 +94,18 @@ class ZeroEngine:
                     f"ZeRO stage {self.zero_stage} needs each micro-batch's backward before the next one's forward"
                 )
             self._forwards += 1
+        self._count_gather()
         return self.engine(x, batch)
 
     # ---- Gradients
 
     def backward(self, loss: torch.Tensor) -> None:
         """Differentiate one micro-batch's loss, and add its gradients to the shards. Collective over dp·cp and tp."""
+        self._count_gather()
         self.engine.backward(loss * self.mesh.dp_cp.size, scale_wrt_gas=False)
+        # Stage 2 by default all-reduces buckets and keeps its part.
+        operation, times = ("all_reduce", 2) if self.zero_stage == 2 else ("reduce_scatter", 1)
+        self._count(operation, times * 4 * self._values)
         self._forwards -= 1
         self._backwards += 1
 
@@ -135,12 +141,13 @@ class ZeroEngine:
 
     def step(self, lr: float, finite: bool) -> tuple[float, bool]:
         self._step(lr, finite)
+        if self.zero_stage == 2:
+            self._count("all_gather", self._values * self._value_bytes)
         return float(self.engine.get_global_grad_norm()), finite and self.engine.was_step_applied()
 
     def _step(self, lr: float, applies: bool) -> None:
         """DeepSpeed's step; where it doesn't apply, all but the inner optimizer's: norm, rounding, new buffers."""
-        for group in self.inner.param_groups:
-            group["lr"] = lr if applies else 0.0
+        self._set_lr(lr if applies else 0.0)
         self._applies = applies
         self.engine.step()
         if self.zero_stage == 2 and not self.engine.was_step_applied():
@@ -149,25 +156,31 @@ class ZeroEngine:
                 self.engine.optimizer.averaged_gradients[group] = None
         self._applies, self._backwards = True, 0
 
+    def _set_lr(self, lr: float) -> None:
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+
     def _before_inner_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         """DeepSpeed calls the inner optimizer for one flat tensor, of fp32 masters, after the other."""
-        tensors = [tensor for group in inner.param_groups for tensor in group["params"]]
-        if self._makes_moments:
-            for tensor in tensors:
-                _make_moments(inner, tensor, self.moments)
         if not self._applies:  # torch's optimizers leave alone what has no gradient
-            for tensor in tensors:
+            for tensor in _tensors(inner):
                 if tensor.grad is not None:  # the first time: a subclass' step may call its parent's
                     self._kept.append((tensor, tensor.grad))
                     tensor.grad = None
 
-    def _after_inner_step(self, *_: Any) -> None:
+    def _after_inner_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         for tensor, gradient in self._kept:
             tensor.grad = gradient
         self._kept.clear()
+        if self._makes_moments:
+            for tensor in _tensors(inner):
+                state = {name: value for name, value in inner.state[tensor].items() if torch.is_tensor(value)}
+                self.moments = tuple(name for name, value in state.items() if value.shape == tensor.shape)
+                for moment in self.moments:
+                    state[moment].zero_()
 
     def _idle_step(self) -> None:
-        """A step that changes no master: moments are linked, masters rounded to parameters, gradients forgotten."""
+        """A step that changes no master, with gradients of zero: masters are rounded to parameters."""
         if self.zero_stage == 3:
             self.engine.optimizer.zero_grad()
             self.engine.optimizer.grad_partitions_flat_buffer.zero_()
@@ -178,7 +191,21 @@ class ZeroEngine:
             for timer in (*timers.backward_timers, *timers.backward_inner_timers):
                 self.engine.timers(timer).start()
             self.engine.backward(zero, scale_wrt_gas=False)
-        self._step(0.0, applies=False)
+        self._step(0.0, applies=self._makes_moments)
+
+    def _count(self, operation: str, size: float) -> None:
+        """Tell the ledger what DeepSpeed sends over dp·cp."""
+        axis = self.mesh.dp_cp
+        if axis.size > 1:
+            axis.ledger.add(axis.name, operation, size * (axis.size - 1) / axis.size)
+
+    def _count_gather(self) -> None:
+        """Stage 3 gathers every parameter for the forward pass and for the backward pass.
+
+        Small ones that it keeps are counted too, and what recomputation gathers once more isn't.
+        """
+        if self.zero_stage == 3:
+            self._count("all_gather", self._values * self._value_bytes)
 
     # ---- Masters and moments
 
@@ -210,9 +237,15 @@ class ZeroEngine:
 
     def prepare(self, steps: int) -> None:
         self._makes_moments = True
-        # Stage 2 names its tensors now, and links those of all groups in the first group's step; stage 3 in their step.
-        for tensor in [tensor for group in self.inner.param_groups for tensor in group["params"]]:
-            _make_moments(self.inner, tensor, self.moments)
+        tensors = _tensors(self.inner)  # none of stage 3, whose moments come with DeepSpeed's step
+        if tensors:  # stage 2 links all groups' moments in its first group's first step, so they must be there
+            gradients = [tensor.grad for tensor in tensors]
+            for tensor in tensors:
+                tensor.grad = torch.zeros_like(tensor)
+            self._set_lr(0.0)
+            self.inner.step()
+            for tensor, gradient in zip(tensors, gradients, strict=True):
+                tensor.grad = gradient
         self._idle_step()
         self._makes_moments = False
         set_steps(self.inner, steps)
@@ -286,22 +319,5 @@ def _settings(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _moments(inner: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The kinds that an Adam or SGD of torch keeps."""
-    if "betas" in inner.defaults:
-        return "exp_avg", "exp_avg_sq"
-    return ("momentum_buffer",) if inner.defaults["momentum"] else ()
-
-
-def _make_moments(inner: torch.optim.Optimizer, tensor: torch.Tensor, moments: tuple[str, ...]) -> None:
-    """A state whose values are zero; tensors that are there already stay the same ones."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    state = inner.state[tensor]
-    for moment in moments:
-        if moment in state:
-            state[moment].zero_()
-        else:
-            state[moment] = torch.zeros_like(tensor)
-    if "betas" in inner.defaults and "step" not in state:
-        state["step"] = 0 if isinstance(inner, DeepSpeedCPUAdam) else torch.zeros((), device=tensor.device)
+def _tensors(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [tensor for group in inner.param_groups for tensor in group["params"]]

@@ -1,35 +1,42 @@
-"""ZeRO stages 2 and 3 train as the plain run does: losses, norms, parameters, on every layout they go with.
+"""ZeRO stages 2 and 3 train as the plain run does: losses and norms on every layout, precision and offload they go with.
 
-Every case is compared with the plain run on one rank, from the same seed.
+Every case is compared with the plain run on one rank, from the same seed. Found in fp32: losses off by 1e-7, norms by
+5e-6. The model is small, so stage 3 is told to cut parameters of any size.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 from parallel.mesh import Layout, Mesh
-from tests.layouts import Job, Shard, flags_of, microbatches_of_step, shards
+from parallel.zero_engine import ZeroEngine
+from tests.layouts import Job, Shard, flags_of, microbatches_of_step, shards, whole
 from training.arguments import Arguments
 from training.engine import Engine
 from training.zero import engine_config
 
+RunRanks = Callable[..., list[Any]]
+MINUTES = 60.0
+
 
 @dataclass
 class Run:
-    """losses of every step, then of an evaluation; norms; masters at the end, by global name."""
+    """One rank's. losses: of every step that was taken, by name, then of an evaluation; norms, loss_scales: of every
+    attempt; final: masters, by global name."""
 
-    losses: list[float]
+    losses: list[dict[str, float]]
     norms: list[float]
+    loss_scales: list[float | None]
     final: dict[str, Shard]
 
 
@@ -46,194 +53,263 @@ def cut_everything() -> Iterator[None]:
         yield
 
 
-def run(job: Job) -> Run:
-    """On every rank: `job.steps` steps, and an evaluation after the third."""
+def engine_of(job: Job) -> Engine:
+    """Of this rank; experts are chosen as the job favours them."""
     mesh = Mesh.create(job.layout)
-    config = job.model()
     with cut_everything():
-        engine = Engine(config, flags_of(job), mesh)
-    found = Run([], [], {})
+        engine = Engine(job.model(), flags_of(job), mesh)
+    for router in engine.routers if job.favour else ():
+        favour, choose = torch.tensor(job.favour), router._choose
+        router._choose = lambda scores, batches, choose=choose: choose(scores + favour, batches)  # type: ignore[method-assign]
+    return engine
+
+
+def batches_of(job: Job, engine: Engine, step: int) -> list[Any]:
+    mesh = engine.mesh
+    return microbatches_of_step(job, step, engine.config.vocab_size, mesh.dp.rank, mesh.dp.size)
+
+
+def run(job: Job) -> Run:
+    """On every rank: `job.steps` steps, tried again where fp16 overflows, and an evaluation after the second."""
+    engine = engine_of(job)
+    found = Run([], [], [], {})
     for step in range(job.steps):
-        batches = microbatches_of_step(job, step, config.vocab_size, mesh.dp.rank, mesh.dp.size)
-        result = engine.train_step(batches, lr=1e-3)
+        retry = True
+        while retry:
+            result = engine.train_step(batches_of(job, engine, step), lr=1e-3)
+            found.norms.append(result.grad_norm)
+            found.loss_scales.append(result.loss_scale)
+            retry = result.retry
         assert result.taken
-        found.losses.append(sum(result.losses.values()))
-        found.norms.append(result.grad_norm)
-        if step == 2:
-            batches = microbatches_of_step(job, 1000, config.vocab_size, mesh.dp.rank, mesh.dp.size)
-            found.losses.append(sum(engine.evaluate(batches)[0].values()))
+        found.losses.append(result.losses)
+        if step == 1:
+            found.losses.append(engine.evaluate(batches_of(job, engine, 1000))[0])
     masters = {}
     for name, parameter in engine.named_parameters():
         masters[name] = engine.optimizer.read(name).detach().clone()
-        masters[name].sharding = parameter.sharding
-    found.final = shards(masters, mesh)
+        masters[name].sharding = parameter.sharding  # type: ignore[attr-defined]
+    found.final = shards(masters, engine.mesh)
     return found
 
 
-CASES = {
-    "dp2": (2, Job(global_batch=8, micro_batch=2)),
-    "dp4": (4, Job(global_batch=8)),
-    "tp2-dp2": (4, Job(Layout(tp=2), global_batch=8, micro_batch=2)),
-    "cp2-dp2": (4, Job(Layout(cp=2), global_batch=8, micro_batch=2)),
-    "tp2-cp2": (4, Job(Layout(tp=2, cp=2), global_batch=8)),
-}
-OFFLOAD = {
-    "": {},
-    "optimizer": {"offload_optimizer": "cpu"},
-    "both": {"offload_optimizer": "cpu", "offload_param": "cpu"},
-    "param": {"offload_param": "cpu"},
-}
-
-
-Runs = Callable[..., Any]
-
-
 @functools.lru_cache
-def plain(run_ranks: Runs, steps: int, micro_batch: int, flags: tuple[tuple[str, Any], ...] = ()) -> Run:
-    """On one rank, without DeepSpeed."""
-    return run_ranks(1, run, Job(steps=steps, global_batch=8, micro_batch=micro_batch, flags=dict(flags)))[0]
+def plain(run_ranks: RunRanks, config: str, micro_batch: int, favour: tuple[float, ...], steps: int) -> Run:
+    job = Job(config=config, global_batch=8, micro_batch=micro_batch, favour=favour, steps=steps)
+    return run_ranks(1, run, job, timeout=10 * MINUTES)[0]
 
 
-def worst(found: list[Run], expected: Run) -> tuple[float, float]:
-    """The largest relative difference of a loss, and of a norm, at any step on any rank."""
-    losses = max(float(np.abs(np.array(one.losses) / expected.losses - 1).max()) for one in found)
-    norms = max(float(np.abs(np.array(one.norms) / expected.norms - 1).max()) for one in found)
-    return losses, norms
+def off(found: Run, expected: Run) -> tuple[float, float]:
+    """The largest relative differences of losses and of norms."""
+    losses = [
+        abs(losses[name] / value - 1)
+        for losses, wanted in zip(found.losses, expected.losses, strict=True)
+        for name, value in wanted.items()
+    ]
+    norms = [abs(norm / wanted - 1) for norm, wanted in zip(found.norms, expected.norms, strict=True)]
+    return max(losses), max(norms)
 
 
-EVERY = [
-    pytest.param(stage, offload, case, 20, marks=pytest.mark.full)
-    for stage, offload in ((2, ""), (2, "optimizer"), (3, ""), (3, "optimizer"), (3, "both"), (3, "param"))
-    for case in CASES
+LAYOUTS = {
+    "dp2": (2, Job(micro_batch=2)),
+    "dp4": (4, Job()),
+    "tp2-dp2": (4, Job(Layout(tp=2), micro_batch=2)),
+    "cp2-dp2": (4, Job(Layout(cp=2), micro_batch=2)),
+    "tp2-cp2": (4, Job(Layout(tp=2, cp=2))),
+}
+HOST = {"offload_optimizer": "cpu"}
+BOTH = {**HOST, "offload_param": "cpu"}
+SELECTIVE = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ("core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp_act", "shared_experts"),
+}
+FULL_BLOCKS = {"recompute_granularity": "full"}
+UNBALANCED = {"favour": (9.0, 9.0, 0.0, 0.0, -9.0, -9.0, -9.0, -9.0)}
+"""So experts without a row, on all ranks and micro-batches: their gradients are zeros, not missing."""
+
+
+def case(name: str, layout: str, stage: int, steps: int, full: bool = True, **settings: Any) -> Any:
+    ranks, job = LAYOUTS[layout]
+    fields = {key: settings.pop(key) for key in ("config", "favour", "overrides") if key in settings}
+    job = replace(job, global_batch=8, steps=steps, flags={"zero_stage": stage, **settings}, **fields)
+    return pytest.param(ranks, job, id=f"{name}-{stage}", marks=pytest.mark.full if full else ())
+
+
+FP32 = [
+    case("some-steps", "dp2", 2, 4, full=False),
+    case("some-steps", "dp2", 3, 4, full=False),
+    *(
+        case(f"{layout}{'-'.join(['', *offload])}", layout, stage, 20, **offload)
+        for layout in LAYOUTS
+        for stage, offload in ((2, {}), (2, HOST), (3, {}), (3, HOST), (3, BOTH))
+    ),
+    *(
+        case(f"unbalanced-{layout}", layout, stage, 5, **UNBALANCED)
+        for layout in ("dp2", "tp2-dp2")
+        for stage in (2, 3)
+    ),
+    *(case("v2-aux", "tp2-dp2", stage, 10, config="tiny_v2") for stage in (2, 3)),
+    *(case("all-recomputed", "tp2-dp2", stage, 5, **FULL_BLOCKS) for stage in (2, 3)),
+    *(case("parts-recomputed", "dp2", stage, 5, **SELECTIVE) for stage in (2, 3)),
 ]
 
 
-@pytest.mark.parametrize(("stage", "offload", "case", "steps"), [(3, "", "dp2", 5), (2, "optimizer", "dp2", 4), *EVERY])
-def test_stages_2_and_3_train_as_the_plain_run(
-    run_ranks: Runs, stage: int, offload: str, case: str, steps: int
-) -> None:
-    ranks, job = CASES[case]
-    flags = {"zero_stage": stage, **OFFLOAD[offload]}
-    found = run_ranks(ranks, run, dataclasses.replace(job, steps=steps, flags=flags), timeout=300)
-    losses, norms = worst(found, plain(run_ranks, steps, job.micro_batch))
-    print(f"losses differ by {losses:.1e}, norms by {norms:.1e}")
-    assert losses <= 1e-4 and norms <= 1e-3
-    for name, shard in found[0].final.items():  # replicas: the same masters, bit for bit
-        for one in found[1:]:
-            other = one.final[name]
-            assert other.index != shard.index or np.array_equal(other.tensor, shard.tensor), name
+@pytest.mark.parametrize(("ranks", "job"), FP32)
+def test_stages_2_and_3_train_as_the_plain_run(run_ranks: RunRanks, ranks: int, job: Job, capsys: Any) -> None:
+    expected = plain(run_ranks, job.config, job.micro_batch, job.favour, job.steps)
+    curves = run_ranks(ranks, run, job, timeout=10 * MINUTES)
+    loss, norm = (max(values) for values in zip(*(off(found, expected) for found in curves), strict=True))
+    with capsys.disabled():
+        print(f"\n  losses off by {loss:.1e}, norms by {norm:.1e}", end="")
+    assert loss <= 1e-4 and norm <= 1e-3
+    whole(curves, "final")  # copies on tensor-parallel ranks are still bit-identical
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("stage", "offload"), [(2, ""), (2, "optimizer"), (3, ""), (3, "both")])
-def test_16_bits_stay_within_a_percent_of_fp32(run_ranks: Runs, stage: int, offload: str, precision: str) -> None:
-    ranks, job = CASES["dp2"]
-    flags = {"zero_stage": stage, "precision": precision, **OFFLOAD[offload]}
-    found = run_ranks(ranks, run, dataclasses.replace(job, steps=20, flags=flags), timeout=300)
-    losses, _ = worst(found, plain(run_ranks, 20, job.micro_batch))
-    assert losses <= 0.01
+@pytest.mark.parametrize(("stage", "offload"), [(2, {}), (2, HOST), (3, {}), (3, BOTH)])
+def test_16_bits_stay_within_a_hundredth_of_fp32(
+    run_ranks: RunRanks, precision: str, stage: int, offload: dict[str, str], capsys: Any
+) -> None:
+    ranks, job = LAYOUTS["tp2-dp2" if not offload else "dp2"]
+    flags = {"zero_stage": stage, "precision": precision, **offload}
+    expected = plain(run_ranks, job.config, job.micro_batch, (), 20)
+    curves = run_ranks(ranks, run, replace(job, global_batch=8, steps=20, flags=flags), timeout=10 * MINUTES)
+    loss = max(off(found, expected)[0] for found in curves)
+    with capsys.disabled():
+        print(f"\n  losses off by {loss:.1e}", end="")
+    assert loss <= 0.01
+    whole(curves, "final")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"recompute_granularity": "full"},
-        {"recompute_granularity": "selective", "recompute_modules": ("deepseek", "core_attn", "shared_experts")},
-        {"recompute_granularity": "selective", "recompute_modules": ("mlp", "moe")},
-        {"optimizer": "sgd"},
-        {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
-    ],
-    ids=["full", "parts", "layers", "sgd", "bf16 moments"],
-)
-def test_they_go_with_recomputation_and_other_optimizers(run_ranks: Runs, stage: int, flags: dict[str, Any]) -> None:
-    ranks, job = CASES["dp2"]
-    found = run_ranks(ranks, run, dataclasses.replace(job, steps=5, flags={**flags, "zero_stage": stage}), timeout=300)
-    losses, norms = worst(found, plain(run_ranks, 5, job.micro_batch, tuple(flags.items())))
-    assert losses <= 1e-4 and norms <= 1e-3
+def test_fp16_overflows_where_it_does_without_zero(run_ranks: RunRanks) -> None:
+    """The same scale, attempt by attempt: local gradients carry the loss scale and nothing else."""
+    ranks, job = LAYOUTS["dp2"]
+    scaling = {"precision": "fp16", "initial_loss_scale": 2.0**26, "loss_scale_window": 4}
+    histories, losses = [], []
+    for zero in ({}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 2, **HOST}, {"zero_stage": 3, **BOTH}):
+        found = run_ranks(ranks, run, replace(job, global_batch=8, steps=8, flags={**scaling, **zero}))[0]
+        histories.append(found.loss_scales)
+        losses.append([losses["lm"] for losses in found.losses])
+    assert len(histories[0]) > 8 and min(histories[0]) < histories[0][0], "the scale must be lowered for this to count"
+    assert max(histories[0][5:]) > min(histories[0]), "and raised again"
+    assert all(history == histories[0] for history in histories)
+    for curve in losses:
+        assert curve == pytest.approx(losses[0], rel=1e-3)
 
 
-def not_finite(job: Job) -> dict[str, Any]:
-    """On every rank: a step, one whose gradient isn't finite on the last rank, and what a third one does."""
-    mesh, config = Mesh.create(job.layout), job.model()
-    with cut_everything():
-        engine = Engine(config, flags_of(job), mesh)
-
-    def step(number: int) -> Any:
-        return engine.train_step(microbatches_of_step(job, number, config.vocab_size, mesh.dp.rank, mesh.dp.size), 1e-3)
-
-    def state() -> dict[str, torch.Tensor]:
-        kinds = (None, *engine.optimizer.moments)
-        return {
-            f"{kind} {name}": engine.optimizer.read(name, kind).clone()
-            for name in engine.optimizer.parameters
-            for kind in kinds
-        }
-
-    step(0)
-    before = state()
-    parameter = engine.optimizer.parameters["norm.weight"]
-    # Added once, on the last rank alone, to the gradient of one micro-batch.
-    handle = parameter.register_hook(lambda gradient: gradient * (torch.nan if mesh.world.is_last else 1.0))
-    spoilt = step(1)
-    handle.remove()
-    after = state()
-    return {
-        "taken": spoilt.taken,
-        "changed": [name for name, value in before.items() if not torch.equal(value, after[name])],
-        "third": step(1).losses["lm"],
-    }
-
-
-@pytest.mark.parametrize(
-    ("stage", "offload"),
-    [(3, ""), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, ""), (2, "optimizer"), (3, "both")))],
-)
-def test_a_gradient_that_is_not_finite_on_one_rank_is_taken_on_none(run_ranks: Runs, stage: int, offload: str) -> None:
-    ranks, job = CASES["dp2"]
-    flags = {"zero_stage": stage, **OFFLOAD[offload]}
-    found = run_ranks(ranks, not_finite, dataclasses.replace(job, flags=flags), timeout=300)
-    expected = plain(run_ranks, 5, job.micro_batch)
-    for one in found:
-        assert not one["taken"] and one["changed"] == []
-        assert np.isfinite(one["third"])
-    assert len({one["third"] for one in found}) == 1
-    assert found[0]["third"] < expected.losses[0]
-
-
-def places(job: Job) -> dict[str, Any]:
-    """Where state lies and what steps it, on one rank, after a step."""
-    mesh, config = Mesh.create(job.layout), job.model()
-    with cut_everything():
-        engine = Engine(config, flags_of(job), mesh)
-    engine.train_step(microbatches_of_step(job, 0, config.vocab_size, mesh.dp.rank, mesh.dp.size), 1e-3)
-    zero: Any = engine.optimizer
-    partitions = [tensor for group in zero.inner.param_groups for tensor in group["params"]]
-    moments = [value for state in zero.inner.state.values() for value in state.values() if torch.is_tensor(value)]
+def where_tensors_are(job: Job) -> dict[str, Any]:
+    """After a step: the class of the optimizer, and on which devices masters, moments and resting parameters are."""
+    engine = engine_of(job)
+    assert engine.train_step(batches_of(job, engine, 0), 1e-3).taken
+    zero = engine.update
+    assert isinstance(zero, ZeroEngine)
+    state = [value for values in zero.inner.state.values() for value in values.values() if torch.is_tensor(value)]
+    sharded = zero.engine.optimizer
+    masters = sharded.fp32_partitioned_groups_flat if zero.zero_stage == 3 else sharded.single_partition_of_fp32_groups
+    resting = [p.ds_tensor if zero.zero_stage == 3 else p for _, p in engine.named_parameters()]  # type: ignore[attr-defined]
     return {
         "optimizer": type(zero.inner).__name__,
-        "devices": sorted({tensor.device.type for tensor in (*partitions, *moments)}),
-        "left": sum(p.numel() for p in zero.parameters.values()),
-        "no_sync": _refusal(engine),
+        "moments": {value.device.type for value in state},
+        "masters": {master.device.type for master in masters},
+        "values of masters": sum(master.numel() for master in masters),
+        "resting": {tensor.device.type for tensor in resting},
+        "values resting": sum(tensor.numel() for tensor in resting),
+        "values": sum(getattr(p, "ds_numel", p.numel()) for _, p in engine.named_parameters()),
     }
 
 
-def _refusal(engine: Engine) -> str:
-    with pytest.raises(RuntimeError) as caught, engine.reducer.no_sync():
-        pass
-    return str(caught.value)
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "offload"), [(2, HOST), (3, HOST), (3, BOTH), (2, {}), (3, {})])
+def test_offloaded_states_are_on_the_host_and_stepped_there(
+    run_ranks: RunRanks, stage: int, offload: dict[str, str]
+) -> None:
+    ranks, job = LAYOUTS["dp2"]
+    job = replace(job, global_batch=4, flags={"zero_stage": stage, **offload})
+    for found in run_ranks(ranks, where_tensors_are, job, timeout=10 * MINUTES):
+        assert found["optimizer"] == ("DeepSpeedCPUAdam" if offload else "FusedAdamW")
+        assert found["moments"] == found["masters"] == found["resting"] == {"cpu"}
+        assert found["values of masters"] == pytest.approx(found["values"] / ranks, rel=1e-3)
+        resting = found["values"] / (ranks if stage == 3 else 1)
+        assert found["values resting"] == pytest.approx(resting, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("offload", "optimizer"),
-    [("both", "DeepSpeedCPUAdam"), pytest.param("", "FusedAdamW", marks=pytest.mark.full)],
-)
-def test_offloaded_state_is_on_the_host_and_no_sync_is_refused(run_ranks: Runs, offload: str, optimizer: str) -> None:
-    ranks, job = CASES["dp2"]
-    flags = {"zero_stage": 3, **OFFLOAD[offload]}
-    for one in run_ranks(ranks, places, dataclasses.replace(job, flags=flags), timeout=300):
-        assert one["optimizer"] == optimizer and one["devices"] == ["cpu"]
-        assert one["left"] == 0  # parameters have no values of their own outside of their use
-        assert "no_sync() doesn't go with ZeRO stage 3" in one["no_sync"]
+def live_bytes() -> int:
+    """Of all tensors that Python knows of, each memory once."""
+    gc.collect()
+    sizes = {}
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), torch.Tensor):
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def memory(job: Job) -> dict[str, float]:
+    """Bytes a value of the model, on this rank: between steps, and after the last backward pass of one."""
+    before = live_bytes()
+    engine = engine_of(job)
+    engine.train_step(batches_of(job, engine, 0), 1e-3)
+    values = sum(getattr(p, "ds_numel", p.numel()) for _, p in engine.named_parameters())
+    between = live_bytes() - before
+    engine.forward_backward(batches_of(job, engine, 1))
+    found = {"between": between / values, "after": (live_bytes() - before) / values}
+    del engine
+    return {**found, "left": (live_bytes() - before) / values}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_rank_keeps_its_part(run_ranks: RunRanks, ranks: int, precision: str, capsys: Any) -> None:
+    """b bytes a parameter, 12 for master and moments, 4 for the gradient: what is cut falls as 1/dp."""
+    b = {"fp32": 4, "bf16": 2}[precision]
+    kept = {
+        0: (b + 4 + (8 if b == 4 else 12),) * 2,  # an fp32 parameter is its own master
+        2: (b + 12 / ranks, b + 12 / ranks + 4 / ranks),
+        3: ((b + 12 + 4) / ranks,) * 2,
+    }
+    for stage, (between, after) in kept.items():
+        job = Job(global_batch=8, flags={"precision": precision, "zero_stage": stage, "bucket_cap_mb": 0.25})
+        for found in run_ranks(ranks, memory, job, timeout=10 * MINUTES):
+            assert found["between"] == pytest.approx(between, abs=0.15)
+            assert found["after"] == pytest.approx(after, abs=0.15)
+            assert found["left"] < 0.15, "an engine that is dropped keeps nothing"
+        with capsys.disabled():
+            text = f"{found['between']:.2f} bytes a value between steps, {found['after']:.2f} after backward"
+            print(f"\n  stage {stage}, dp {ranks}, {precision}: {text}", end="")
+
+
+def on_disk(job: Job) -> tuple[Run, int]:
+    """The run, and the bytes under its directory while its engine was there."""
+    written = 0
+    evaluate = Engine.evaluate
+
+    def counted(engine: Engine, batches: Any) -> Any:
+        nonlocal written
+        written = sum(file.stat().st_size for file in Path(job.flags["nvme_path"]).rglob("*") if file.is_file())
+        return evaluate(engine, batches)
+
+    with mock.patch.object(Engine, "evaluate", counted):
+        return run(job), written
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", [("offload_optimizer",), ("offload_optimizer", "offload_param")], ids="-".join)
+def test_offload_to_disk_writes_there_and_trains_as_the_plain_run(
+    run_ranks: RunRanks, tmp_path: Path, offload: tuple[str, ...], precision: str
+) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("async_io doesn't build here: libaio's headers are missing (apt-get install libaio-dev)")
+    ranks, job = LAYOUTS["dp2"]
+    flags = {"zero_stage": 3, "nvme_path": str(tmp_path), "precision": precision, **dict.fromkeys(offload, "nvme")}
+    expected = plain(run_ranks, job.config, job.micro_batch, (), 5)
+    job = replace(job, global_batch=8, steps=5, flags=flags)
+    for found, written in run_ranks(ranks, on_disk, job, timeout=30 * MINUTES):
+        loss, norm = off(found, expected)
+        assert loss <= (1e-4 if precision == "fp32" else 1e-2) and (norm <= 1e-3 or precision == "bf16")
+        values = sum(shard.tensor.size for shard in found.final.values())
+        assert written >= 12 * values * 0.9, "masters and both moments, of all ranks"
