@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from parallel.accelerator import choose_accelerator
 from parallel.mesh import Axis, Mesh
@@ -105,16 +106,34 @@ def enter_deepspeed(mesh: Mesh) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def initialize(module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], mpu: Mpu) -> Any:
-    """DeepSpeed's engine over `module`, after `enter_deepspeed`. Collective over the mpu's groups.
+def initialize(
+    module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], mpu: Mpu
+) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """DeepSpeed's engine over `module`, after `enter_deepspeed`, and the `F.linear` its passes are to be run `with`.
 
-    The config is copied: DeepSpeed writes into it. Parameters of `module` end up as views of DeepSpeed's flat buffers.
+    Stage 3 replaces torch's for good, and for all that the process computes; here it's put back. Torch's saves a view
+    of the gathered weight, which then lives until the backward pass; DeepSpeed's gathers it again. Collective over the
+    mpu's groups. The config is copied: DeepSpeed writes into it. Parameters end up as views of its flat buffers.
     """
     import deepspeed
 
-    with quiet():
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=copy.deepcopy(config), mpu=mpu)
-    return engine
+    before = F.linear
+    try:
+        with quiet():
+            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=copy.deepcopy(config), mpu=mpu)
+        return engine, F.linear
+    finally:
+        F.linear = before
+
+
+@contextlib.contextmanager
+def linear_is(function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Inside, `torch.nn.functional.linear` is this function."""
+    before, F.linear = F.linear, function
+    try:
+        yield
+    finally:
+        F.linear = before
 
 
 def destroy(engine: Any) -> None:
@@ -225,7 +244,7 @@ class ShardedOptimizer:
             module.owned = nn.ParameterList(stand_in for _, stand_in in named)
             with quiet():
                 inner = make(decay_groups(named, weight_decay))
-            engine = initialize(module, inner, config, mpu)
+            engine, _ = initialize(module, inner, config, mpu)
             self.inner.append(inner)
             self.engines.append(engine)
             self.moments = link_moments(engine, inner)

@@ -21,7 +21,17 @@ from parallel.comm import all_reduce_
 from parallel.compression.compression import Compression, CompressionStatistics
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import sharding_of
-from parallel.zero import Make, Mpu, decay_groups, destroy, enter_deepspeed, initialize, quiet, set_steps
+from parallel.zero import (
+    Make,
+    Mpu,
+    decay_groups,
+    destroy,
+    enter_deepspeed,
+    initialize,
+    linear_is,
+    quiet,
+    set_steps,
+)
 
 
 class ZeroEngine:
@@ -72,7 +82,8 @@ class ZeroEngine:
         self.inner.register_step_pre_hook(partial(_call, weakref.WeakMethod(self._before_inner_step)))
         self.inner.register_step_post_hook(partial(_call, weakref.WeakMethod(self._after_inner_step)))
         _agree_on_numbers(mesh)
-        self.engine = initialize(stage, self.inner, _settings(config, dtype), Mpu(mesh.dp_cp, mesh.tp))
+        mpu = Mpu(mesh.dp_cp, mesh.tp)
+        self.engine, self._linear = initialize(stage, self.inner, _settings(config, dtype), mpu)
         for number, module in enumerate(stage.modules()):
             module.ds_id = number  # type: ignore[assignment]
         # Its hooks on parameters are a cycle that Python's collector doesn't see.
@@ -95,14 +106,16 @@ class ZeroEngine:
                 )
             self._forwards += 1
         self._count_gather()
-        return self.engine(x, batch)
+        with linear_is(self._linear):
+            return self.engine(x, batch)
 
     # ---- Gradients
 
     def backward(self, loss: torch.Tensor) -> None:
         """Differentiate one micro-batch's loss, and add its gradients to the shards. Collective over dp·cp and tp."""
         self._count_gather()
-        self.engine.backward(loss * self.mesh.dp_cp.size, scale_wrt_gas=False)
+        with linear_is(self._linear):  # for what is recomputed
+            self.engine.backward(loss * self.mesh.dp_cp.size, scale_wrt_gas=False)
         # Stage 2 by default all-reduces buckets and keeps its part.
         operation, times = ("all_reduce", 2) if self.zero_stage == 2 else ("reduce_scatter", 1)
         self._count(operation, times * 4 * self._values)

@@ -30,6 +30,7 @@ class Model(nn.Module):
             parameter.sharding = Sharding()  # type: ignore[attr-defined]
 
     def forward(self, _: None, tokens: torch.Tensor) -> torch.Tensor:
+        self.linear = F.linear
         hidden = torch.tanh(self.table(tokens) + self.norm(self.table(tokens.flip(0))))
         return F.cross_entropy(self.head(hidden), tokens % 3, reduction="sum") / (len(tokens) * MICROBATCHES)
 
@@ -129,9 +130,18 @@ class Found:
     gathered: list[tuple[int, ...]]
     errors: list[str]
     sent: dict[str, int]
+    replaced: list[str]
+    linear: bool  # whether the model was computed with torch's
+
+
+def torchs_own() -> dict[str, Any]:
+    """What a library may be tempted to replace in torch, for the whole process."""
+    places = (torch, F, torch.Tensor, nn.Module, nn.Linear, nn.Embedding, torch.autograd)
+    return {f"{place.__name__}.{name}": value for place in places for name, value in vars(place).items()}
 
 
 def on_each_rank(seed: int, stage: int) -> Found:
+    torch_before = torchs_own()
     subject = Subject(seed, stage)
     mesh, engine = subject.mesh, subject.engine
     reference = Reference(Model(seed), mesh.dp.size)
@@ -207,6 +217,8 @@ def on_each_rank(seed: int, stage: int) -> Found:
         [tuple(engine.read(key).shape) for key in engine.parameters],
         errors,
         {"dp_cp": sent},
+        [name for name, value in torchs_own().items() if torch_before.get(name, value) is not value],
+        subject.model.linear is F.linear,
     )
 
 
@@ -224,6 +236,7 @@ def test_an_engine_trains_skips_and_resumes_as_torch(run_ranks: Callable[..., li
         assert found.off_after_skips < 1e-6 and found.after_forgotten < 1e-5
         assert found.off_written == 0 and found.off_resumed < 1e-6
         assert found.gathered == shapes
+        assert found.replaced == [] and found.linear == (stage == 2)
         assert found.whole_values == (values if stage == 2 else 0), "stage 3 has no parameter whole between uses"
         assert all(f"ZeRO stage {stage}" in error for error in found.errors) and "no_sync" in found.errors[0]
         # All-reduce of fp32 gradients and a gather of parameters, or a reduce-scatter and two gathers.
