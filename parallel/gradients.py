@@ -54,26 +54,35 @@ class Gradients(Protocol):
     compressing: bool
     buckets: list[Bucket]
 
-    def set_loss_scale(self, scale: float) -> None: ...
+    def set_loss_scale(self, scale: float) -> None:
+        """From now on backward passes begin with `scale`, which sums and norm must be free of."""
 
-    def zero(self) -> None: ...
+    def zero(self) -> None:
+        """Start a step: sums are zero."""
 
-    def expect(self, passes: Mapping[nn.Parameter, int]) -> None: ...
+    def expect(self, passes: Mapping[nn.Parameter, int]) -> None:
+        """So many backward passes of this step give each parameter a gradient; after the last it may be reduced."""
 
-    def no_sync(self) -> AbstractContextManager[None]: ...
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward passes only add up. Raises RuntimeError where each one is reduced."""
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Wait until all sums of the step are there. Collective."""
 
-    def compression_statistics(self) -> CompressionStatistics | None: ...
+    def compression_statistics(self) -> CompressionStatistics | None:
+        """Of the last step; None where nothing was compressed."""
 
     @property
-    def messages(self) -> int: ...
+    def messages(self) -> int:
+        """Reductions of the last step."""
 
     @property
-    def message_bytes(self) -> int: ...
+    def message_bytes(self) -> int:
+        """Of fp32 gradients in the largest of them."""
 
     @property
-    def exposed_seconds(self) -> float: ...
+    def exposed_seconds(self) -> float:
+        """How long the last step's computation waited for them."""
 
 
 class _ExposedTime:

@@ -44,6 +44,8 @@ DEEPSEEK_RECOMPUTES = ("mla_up_proj", "layernorm", "mlp_act", "moe_act")
 GradCompression = Literal["none", "bf16", "fp8", "int8", "int4", "1bit", "topk", "powersgd"]
 Kernels = Literal["auto", "torch", "native", "triton", "cuda"]
 
+INITIAL_LOSS_SCALE = 65536.0
+
 T = TypeVar("T")
 Unset = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
 """A flag that has no value until one is given: its help says what happens then, not "default: None"."""

@@ -129,11 +129,6 @@ EXCLUDED = {
 """Two features that don't go together at any stage -> why."""
 
 
-def why_not(name: str, stage: int) -> str | None:
-    """The reason why a feature doesn't go with a stage; None where it does. Raises KeyError for an unknown name."""
-    return {feature.name: feature for feature in FEATURES}[name].why_not.get(stage)
-
-
 def composition_errors(arguments: Arguments) -> Iterator[str]:
     """What of the (completed) flags isn't in the table, with the numbers and the fix."""
     stage = arguments.zero.zero_stage or 0

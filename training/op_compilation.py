@@ -30,7 +30,7 @@ from typing import IO, Any
 
 import torch
 
-from parallel.accelerator import choose_accelerator
+from parallel.accelerator import choose_accelerator, keep_extensions_apart
 
 Say = Callable[[str], None]
 
@@ -115,14 +115,8 @@ def ensure_compiled(op: Op, device: torch.device, say: Say) -> None:
 
 def build_directory(name: str) -> Path:
     """Where torch builds an extension of this name."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if root is not None:
-        return Path(root) / name
-    version = torch.version.cuda
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return Path(get_default_build_root()) / f"{python}_{'cu' + version.replace('.', '') if version else 'cpu'}" / name
+    keep_extensions_apart()
+    return Path(os.environ["TORCH_EXTENSIONS_DIR"]) / name
 
 
 def _write(file: IO[str], text: str) -> None:
@@ -238,7 +232,7 @@ def _works_in(directory: Path) -> bool:
 
 def _compile(op: Op, file: IO[str], say: Say) -> None:
     """Let DeepSpeed load the op in a process of its own, whose output tells how far ninja is. Raises OpError."""
-    say(f"compiling DeepSpeed's {op.name}, once for this machine; a minute or more")
+    say(f"compiling DeepSpeed's {op.name}, once for this environment; a minute or more")
     began = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-c", _LOAD, op.builder],

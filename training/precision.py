@@ -18,7 +18,7 @@ from kernels.permute import combine
 from kernels.rms_norm import rms_norm
 from kernels.swiglu import swiglu
 from parallel.launch import compute_capability
-from training.arguments import TrainingArguments
+from training.arguments import INITIAL_LOSS_SCALE, TrainingArguments
 from training.failures import ConfigurationError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,7 +75,7 @@ class LossScale:
 
     def __init__(
         self,
-        initial: float = 65536.0,
+        initial: float = INITIAL_LOSS_SCALE,
         minimum: float = 1.0,
         window: int = 1000,
         hysteresis: int = 1,

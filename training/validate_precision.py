@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from training.arguments import Arguments
+from training.arguments import INITIAL_LOSS_SCALE, Arguments
 from training.validate_layout import flag_of
 
 _DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
@@ -42,13 +42,20 @@ def _check_loss_scale(arguments: Arguments) -> Iterator[str]:
     for name in _SCALES:
         value = given.get(name)
         if value is not None and not (value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5):
-            yield f"{flag_of(name)} {value} must be a power of two: only then it changes no bit of a gradient"
+            yield f"{flag_of(name)} {value} must be {_powers_near(value)}: only then it changes no bit of a gradient"
     for name in ("loss_scale_window", "hysteresis"):
         if name in given and given[name] < 1:
             yield f"{flag_of(name)} {given[name]} must be at least 1"
-    initial, minimum = given.get("initial_loss_scale", 65536.0), given.get("min_loss_scale", 1.0)
+    initial, minimum = given.get("initial_loss_scale", INITIAL_LOSS_SCALE), given.get("min_loss_scale", 1.0)
     if training.loss_scale is None and minimum > initial:
         yield f"--min-loss-scale {minimum} is above --initial-loss-scale {initial}: lower it"
+
+
+def _powers_near(value: float) -> str:
+    if not (value > 0 and math.isfinite(value)):
+        return "a power of two"
+    above = math.frexp(value)[1]
+    return f"a power of two, such as {2.0 ** (above - 1):g} or {2.0**above:g}"
 
 
 def _check_moments(arguments: Arguments) -> Iterator[str]:

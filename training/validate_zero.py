@@ -48,7 +48,7 @@ def _check_disk(arguments: Arguments) -> Iterator[str]:
             yield f"--nvme-path {zero.nvme_path} is for --offload-optimizer nvme or --offload-param nvme: leave it out"
         return
     if not zero.nvme_path:
-        yield f"{' and '.join(swapped)} need --nvme-path: a directory on each node's own fast disk"
+        yield f"{' and '.join(swapped)}: give --nvme-path too, a directory on each node's own fast disk"
         return
     place = Path(zero.nvme_path)
     there = next((folder for folder in (place, *place.absolute().parents) if folder.exists()), Path("/"))

@@ -11,7 +11,7 @@ import pytest
 
 from training.arguments import Arguments
 from training.command_line import from_yaml, parse, to_yaml
-from training.compositions import EXCLUDED, FEATURES, STAGES, as_markdown, as_text, composition_errors, why_not
+from training.compositions import EXCLUDED, FEATURES, STAGES, as_markdown, as_text, composition_errors
 
 ROOT = Path(__file__).parents[2]
 ASKED: dict[str, dict[str, Any]] = {
@@ -34,6 +34,10 @@ ASKED: dict[str, dict[str, Any]] = {
     "16-bit weights saved": {"save_16bit_weights": True},
 }
 """Feature -> flags that ask for it; no_sync is a call."""
+
+
+def why_not(name: str, stage: int) -> str | None:
+    return {feature.name: feature for feature in FEATURES}[name].why_not.get(stage)
 
 
 def told(**flags: Any) -> list[str]:

@@ -115,7 +115,7 @@ def test_one_rank_compiles_once_and_tells_how_far_it_is(run_ranks: RunRanks, wor
     assert error == other_error == ""
     assert Path(workshop["COUNT"]).read_text().split() == ["compiled"]
     first, second = leader
-    assert first[0].startswith("compiling DeepSpeed's tiny_op, once for this machine")
+    assert first[0].startswith("compiling DeepSpeed's tiny_op, once for this environment")
     assert any(line.startswith("compiling DeepSpeed's tiny_op: ") for line in first[1:-1])
     assert first[-1].startswith("compiled DeepSpeed's tiny_op in ")
     assert second == [] == other[1]  # it is there: nothing to say
@@ -206,6 +206,17 @@ def test_a_lock_is_waited_for_as_long_as_somebody_works_in_its_directory(
         assert not waiting.is_alive() and not any("removing" in line for line in said)
     finally:
         worker.communicate()
+
+
+def test_environments_compile_into_directories_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for prefix in (sys.prefix, sys.prefix, "/another"):
+        monkeypatch.setattr(sys, "prefix", prefix)
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        found.append(op_compilation.build_directory("cpu_adam"))
+    assert found[0] == found[1] != found[2] and found[0].parent.parent == found[2].parent.parent
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/given")
+    assert op_compilation.build_directory("cpu_adam") == Path("/given/cpu_adam")
 
 
 def test_ops_come_behind_those_that_they_load_and_an_unknown_one_is_refused() -> None:

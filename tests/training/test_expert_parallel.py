@@ -47,7 +47,7 @@ def one_rank(run_ranks: RunRanks, config: str) -> list[Curve]:
 
 
 # In the fast tier those that contain what the others do; all with --full.
-FAST = {"tiny_v3": ("ep4", "ep2-tp2", "ep4-tp2-pp2", "cp2-tp2", "cp2-ep2-pp2"), "tiny_v2": ("ep2-tp2", "cp2-ep2-pp2")}
+FAST = {"tiny_v3": ("ep4-tp2-pp2", "cp2-tp2"), "tiny_v2": ("ep2-tp2", "cp2-ep2-pp2")}
 CASES = [
     pytest.param(layout, config, marks=() if layout in FAST[config] else pytest.mark.full)
     for config in MODELS

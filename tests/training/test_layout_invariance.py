@@ -81,7 +81,7 @@ def near_ties(found: list[Curve], expected: Curve) -> list[tuple[int, int]]:
 
 
 # In the fast tier the layouts that contain the others' machinery; all of them with --full.
-FAST = {"sgd": ("tp2", "pp4", "tp2-pp2-dp2", "micro-batch 4"), "adamw": ("tp2-pp2-dp2", "micro-batch 4")}
+FAST = {"sgd": ("pp4", "tp2-pp2-dp2", "micro-batch 4"), "adamw": ("tp2-pp2-dp2", "micro-batch 4")}
 CASES = [
     pytest.param(layout, optimizer, marks=() if layout in FAST[optimizer] else pytest.mark.full)
     for optimizer in FAST

@@ -44,7 +44,8 @@ def test_a_shard_is_the_larger_part_where_it_does_not_divide() -> None:
 def test_parts_add_up(precision: str, p: int) -> None:
     for stage in (1, 2):
         found = need(zero_stage=stage, offload_optimizer="cpu", precision=precision)
-        assert found == Need(16 * N + p * N + p * 70_000, 0)
+        sums = 4 * (N + 70_000) if stage == 2 and precision == "fp32" else 0
+        assert found == Need(16 * N + p * N + p * 70_000 + sums, 0)
     both = need(zero_stage=3, offload_optimizer="cpu", offload_param="cpu", precision=precision)
     assert both == Need(20 * N + p * N, 0)
     assert need(zero_stage=3, offload_param="cpu", precision=precision) == Need(p * N, 0)
@@ -116,7 +117,7 @@ def test_too_little_memory_ends_the_run_on_every_rank_alike(run_ranks: Callable[
     if available() is None:
         pytest.skip("this system doesn't say what is free")
     first, second = run_ranks(2, refused_on_this_rank)
-    needed = 2 * (20 * 10**12 // 2 + 4 * 10**12)
+    needed = 2 * (24 * 10**12 // 2 + 8 * 10**12)
     assert first == second and f"({needed} bytes) of memory for the 2 ranks on" in first
 
 

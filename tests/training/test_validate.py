@@ -185,7 +185,7 @@ def test_right_flags_pass(arguments: Arguments, config: DeepSeekConfig) -> None:
         ({"resume": True, "overwrite": True}, 8, ["--resume and --overwrite"]),
         ({"loss_scale": 4.0}, 8, ["--loss-scale 4.0 needs --precision fp16", "it is fp32", "leave it out"]),
         ({"precision": "bf16", "hysteresis": 2}, 8, ["--hysteresis 2 needs --precision fp16", "it is bf16"]),
-        ({"precision": "fp16", "initial_loss_scale": 1000.0}, 8, ["--initial-loss-scale 1000.0", "a power of two"]),
+        ({"precision": "fp16", "initial_loss_scale": 1000.0}, 8, ["--initial-loss-scale 1000.0", "512 or 1024"]),
         ({"precision": "fp16", "loss_scale": -2.0}, 8, ["--loss-scale -2.0 must be a power of two"]),
         (
             {"precision": "fp16", "loss_scale": 2.0, "loss_scale_window": 9},

@@ -55,7 +55,7 @@ def test_offloading_without_a_stage_is_refused() -> None:
 def test_a_disk_has_a_directory_that_can_be_written(tmp_path: Path) -> None:
     swapped = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"}
     (error,) = told(**swapped)
-    assert error.startswith("--offload-optimizer nvme and --offload-param nvme need --nvme-path")
+    assert error.startswith("--offload-optimizer nvme and --offload-param nvme: give --nvme-path too")
     (tmp_path / "file").touch()
     (error,) = told(**swapped, nvme_path=str(tmp_path / "file" / "x"))
     assert f"{tmp_path / 'file'} is a file" in error
