@@ -108,7 +108,7 @@ _LINES = {
     "expert-tensor-parallel-size moe-extended-tp": "leave it out: tensor parallelism doesn't cut experts",
     "vocab-file merge-file tokenizer-type tokenizer-metadata vocab-extra-ids tiktoken-* legacy-tokenizer "
     "trust-remote-code allow-ambiguous-pad-tokens": (
-        "leave it out: --data-path holds tokens of any tokenizer; --tokenizer-model (SentencePiece) only tells the "
+        "leave it out: --data-path holds tokens of any tokenizer; --tokenizer-model only tells the "
         "end-of-document token"
     ),
     "data-cache-path num-dataset-builder-threads object-storage-cache-path mid-level-dataset-surplus": (
