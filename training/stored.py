@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 Box = tuple[slice, ...]
 """A part of a tensor: a slice with both ends a dimension."""
 
-BLOCK_BYTES = 256 << 20
+BLOCK_BYTES = 128 << 20
 """Of a block that is written, unless one index of the first dimension is larger: what who reads it holds beside it."""
 
 

@@ -15,17 +15,20 @@ from safetensors.torch import save_file
 from model.config import DeepSeekConfig
 from model.hf import hf_shapes
 from tests.model.hf_oracle import tiny_config
+from training.stored import BLOCK_BYTES
 
 ROOT = Path(__file__).parents[2]
 
 MEASURED = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from training.convert import export_checkpoint, import_directory
 
 little, large, place = map(Path, sys.argv[1:4])
 block, file = map(int, sys.argv[4:6])
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+def peak():  # getrusage's would begin with that of the process which started this one
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
 def both(source, name):
     import_directory(source, place / name, block_bytes=block)
@@ -77,15 +80,18 @@ def grown(tmp_path: Path, config: DeepSeekConfig, block: int, file: int) -> tupl
     return total, imported, exported
 
 
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory from /proc")
+
+
 def test_converting_needs_a_block_and_a_file_rather_than_the_model(tmp_path: Path) -> None:
-    config = tiny_config("deepseek_v3", hidden_size=512, moe_intermediate_size=256, n_routed_experts=32, vocab_size=999)
+    config = tiny_config("deepseek_v3", hidden_size=512, moe_intermediate_size=256, n_routed_experts=64, vocab_size=999)
     total, imported, exported = grown(tmp_path, config, block=1 << 20, file=4 << 20)
-    assert total > 50e6
-    assert imported < 16e6 and exported < 32e6
+    assert total > 100e6
+    assert imported < 25e6 and exported < 50e6
 
 
 @pytest.mark.full
-def test_two_gigabytes_are_converted_in_less_than_a_quarter_of_them(tmp_path: Path) -> None:
+def test_two_gigabytes_are_imported_with_a_quarter_of_them(tmp_path: Path) -> None:
     config = tiny_config(
         "deepseek_v3",
         hidden_size=2048,
@@ -94,6 +100,6 @@ def test_two_gigabytes_are_converted_in_less_than_a_quarter_of_them(tmp_path: Pa
         num_hidden_layers=4,
         vocab_size=20000,
     )
-    total, imported, exported = grown(tmp_path, config, block=64 << 20, file=256 << 20)
+    total, imported, exported = grown(tmp_path, config, block=BLOCK_BYTES, file=256 << 20)
     assert 1.8e9 < total < 2.3e9
-    assert imported < 0.4e9 and exported < 0.7e9
+    assert imported < 0.5e9 and exported < 0.8e9

@@ -223,10 +223,7 @@ def test_a_run_starts_from_the_weights_of_another(workplace: Path, ranks: Ranks)
     ranks.start(workplace, "--save-16bit-weights", "--run-dir", str(first))
     for code, out, err in ranks.finish():
         assert code == 0, out + err
-    for start, refused in (
-        ("--load", "no complete checkpoint"),
-        ("--pretrained-checkpoint", "holds neither weights nor"),
-    ):
+    for start, refused in (("--load", "no complete checkpoint"), ("--pretrained-checkpoint", "neither weights nor")):
         ranks.start(workplace, start, str(workplace), "--run-dir", str(second), world=1)
         ((code, _, err),) = ranks.finish()
         assert code == 2 and refused in err
