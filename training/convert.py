@@ -6,6 +6,7 @@ the first tensor is read; what is written appears by one rename, when all of it 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -90,7 +91,7 @@ def import_directory(
         }
         write_text(partial / META, json.dumps(meta, indent=1))
     kinds = sorted({str(kept).removeprefix("torch.") for _, kept in tensors.values()})
-    return f"{len(tensors)} tensors, {total / 1e9:.3g} GB in {' and '.join(kinds)}{_named(tokenizer)}"
+    return f"{len(tensors)} tensors, {_size(total)} in {' and '.join(kinds)}{_named(tokenizer)}"
 
 
 def export_checkpoint(
@@ -135,9 +136,9 @@ def export_checkpoint(
         if tokenizer is not None:
             for copy in copy_tokenizer(tokenizer, partial):
                 fsync(copy)
+            config = _with_ids_of(tokenizer, config)
         write_config(partial, config, DTYPES[dtype])  # after the tokenizer, beside which another one may lie
-    written = f"{len(files.weight_map)} tensors, {total / 1e9:.3g} GB in {dtype}"
-    return f"{step}: {written}{_named(tokenizer)}"
+    return f"{len(files.weight_map)} tensors of {step}, {_size(total)} in {dtype}{_named(tokenizer)}"
 
 
 def _hf_tensors_of(stored: StoredTensors, config: DeepSeekConfig, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -210,6 +211,21 @@ def _tokenizer_in(place: Path, config: DeepSeekConfig, asked: bool = False) -> P
     return file
 
 
+def _with_ids_of(tokenizer: Path, config: DeepSeekConfig) -> DeepSeekConfig:
+    """What begins and ends a text is what the tokenizer says, where config.json says something else (generation)."""
+    loaded = load_tokenizer(tokenizer)
+    extra = dict(config.extra)
+    for key, found in (("bos_token_id", loaded.bos_id), ("eos_token_id", loaded.eod_id)):
+        said = extra.get(key)
+        if found is not None and found not in (said if isinstance(said, list) else [said]):
+            extra[key] = found
+    return dataclasses.replace(config, extra=extra)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
 def _named(tokenizer: Path | None) -> str:
     return ", no tokenizer" if tokenizer is None else f", with {tokenizer.name}"
 
@@ -222,7 +238,7 @@ def _refuse_existing(target: Path) -> None:
 def _refuse_too_little_room(target: Path, needed: int) -> None:
     place = next(parent for parent in target.absolute().parents if parent.exists())
     if (free := shutil.disk_usage(place).free) < needed:
-        raise ConfigurationError(f"{target} needs {needed / 1e9:.3g} GB, {place} has {free / 1e9:.3g} GB left")
+        raise ConfigurationError(f"{target} needs {_size(needed)}, {place} has {_size(free)} left")
 
 
 @contextmanager
