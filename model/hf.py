@@ -205,6 +205,7 @@ class HFDirectory:
         return self._files[hf_name]
 
     def shape_of(self, hf_name: str) -> Shape:
+        """Of a tensor, as its file has it."""
         return self._shapes[hf_name]
 
     def dtype_of(self, hf_name: str) -> torch.dtype:

@@ -25,6 +25,7 @@ from tests.training.sharded_state import SharedState
 from tests.training.test_checkpoint import EIGHT, SMALL, assembled, assert_identical
 from tests.training.test_checkpoint_zero import loaded_plain, random_state, state_of
 from training import checkpoint, hf_files, weights
+from training.convert import import_directory
 from training.engine import Engine
 from training.failures import ConfigurationError
 
@@ -159,6 +160,9 @@ def test_a_checkpoint_has_its_weights_and_they_are_found(tmp_path: Path) -> None
     for place in (tmp_path / "run", checkpoints, checkpoints / "step_00000006"):
         assert checkpoint.find_weights(place) == checkpoints / "step_00000006"  # without them: its fp32 masters
     assert checkpoint.find_weights(step) == step / "weights"
+    assert checkpoint.find(step) == step  # what --load takes: one step, or the newest of a run
+    assert checkpoint.find(tmp_path / "run") == checkpoint.find(checkpoints) == checkpoints / "step_00000006"
+    assert checkpoint.find(tmp_path) is None
     with pytest.raises(ConfigurationError, match="holds neither weights nor a complete checkpoint"):
         checkpoint.find_weights(tmp_path)
 
@@ -234,3 +238,15 @@ def test_a_run_starts_from_the_weights_of_another(workplace: Path, ranks: Ranks)
     # The learning rate is zero: what is validated after step 1 is what the first run ended with, rounded.
     ended, started = lines_of(first / "metrics.jsonl")[-1], lines_of(second / "metrics.jsonl")[0]
     assert started["step"] == 1 and started["valid_loss"] == pytest.approx(ended["valid_loss"], rel=1e-3)
+
+    # By way of tools/hf_checkpoint.py: from a checkpoint with nothing but weights, and in another layout.
+    imported, third = workplace / "imported", workplace / "third"
+    import_directory(checkpoint.find_weights(first), imported)
+    pp2 = ("--pipeline-model-parallel-size", "2", "--eval-interval", "1", "--lr", "0")
+    ranks.start(workplace, *pp2, "--pretrained-checkpoint", str(imported), "--run-dir", str(third))
+    for code, out, err in ranks.finish():
+        assert code == 0, out + err
+    assert lines_of(third / "metrics.jsonl")[0]["valid_loss"] == pytest.approx(started["valid_loss"], rel=1e-5)
+    ranks.start(workplace, "--load", str(imported), "--run-dir", str(workplace / "fourth"), world=1)
+    ((code, _, err),) = ranks.finish()
+    assert code == 2 and "holds weights alone" in err
