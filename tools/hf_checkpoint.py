@@ -56,11 +56,11 @@ def main(arguments: list[str] | None = None) -> None:
         )
     if not options.max_shard_gib > 0:
         sys.exit(f"error: --max-shard-gib {options.max_shard_gib:g} must be above 0")
-    # After the flags: torch is imported, which takes seconds.
-    from training.convert import export_checkpoint, import_directory
-
     columns = TextColumn(f"{options.action}ing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     try:
+        # After the flags: torch is imported, which takes seconds.
+        from training.convert import export_checkpoint, import_directory
+
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task(options.action, total=None)
 

@@ -101,7 +101,8 @@ def write_tensors(
     """Write a checkpoint's tensors into the existing directory `path`, in blocks of rows, a file for each block.
 
     tensors: shape and dtype by key. read: called for one block after the other, in the order of the keys; what it gave
-    is written and let go before the next is asked for. All files are on disk on return.
+    is written and let go before the next is asked for. All files are on disk on return. Raises OSError, as of a full
+    disk, and whatever `read` raises.
     """
     from torch.distributed.checkpoint import FileSystemWriter
 
@@ -111,7 +112,12 @@ def write_tensors(
     writer.set_up_storage_writer(is_coordinator=True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     (plan,) = writer.prepare_global_plan(plans)
-    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).value()])
+    try:
+        writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).value()])
+    except RuntimeError as error:  # torch's, raised while it closes what it couldn't write
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _into(values: torch.Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -293,6 +294,21 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     refused(rf"is damaged:\n  {file.name} is missing", step)
     (step / ".metadata").write_bytes(b"\x80")
     refused("is no complete checkpoint", step)
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
+    write_directory(tmp_path / "hf", V3.model(), random_tensors(V3.model(), seed=11))
+    import_directory(tmp_path / "hf", tmp_path / "imported")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # of any file: it ends in the same way
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            import_directory(tmp_path / "hf", tmp_path / "again")
+        with pytest.raises(OSError, match="safetensors can't be written: .*File too large"):
+            export_checkpoint(tmp_path / "imported", tmp_path / "exported")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "imported"]
 
 
 def test_a_run_starts_from_an_import_but_does_not_go_on_with_it(tmp_path: Path) -> None:
