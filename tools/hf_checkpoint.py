@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
         # After the flags: torch is imported, which takes seconds.
         from training.convert import export_checkpoint, import_directory
 
-        with Progress(*columns, console=Console(stderr=True)) as progress:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task(options.action, total=None)
 
             def report(done: int, total: int) -> None:

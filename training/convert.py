@@ -41,21 +41,23 @@ def import_directory(
 ) -> str:
     """Write the model of a Hugging Face directory as a checkpoint at step 0, weights alone; returns its description.
 
-    dtype: "fp32", "bf16" or "fp16" for all tensors but router biases, which are fp32; None keeps each one's own, and
-    FP8 becomes fp32: each value times its block's scale. Holds `block_bytes` of tensors at a time. Raises
-    ConfigurationError or OSError, before a tensor is read: for a target that exists, a directory that isn't complete
-    (all its faults at once), a tokenizer that is too large for the model, too little room; then, before anything is
-    written, where an MTP layer's copies of embedding and head differ from these.
+    dtype: "fp32", "bf16" or "fp16"; None keeps each tensor's own, and FP8 becomes fp32: each value times its block's
+    scale. Router biases are fp32. Holds about three blocks of `block_bytes`. Raises ConfigurationError, ValueError or
+    OSError before a tensor is read: for a target that exists, a directory that isn't complete (all its faults at once),
+    a tokenizer that is too large for the model, too little room; then, before anything is written, where an MTP layer's
+    copies of embedding and head differ from these.
     """
     _refuse_existing(target)
+    if not (source / CONFIG).is_file():
+        raise ConfigurationError(f"{source} has no {CONFIG}: give a directory as Hugging Face has them")
     config = DeepSeekConfig.from_file(source / CONFIG)
     tokenizer = _tokenizer_in(source, config)
     directory = HFDirectory(source, config)
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, shape in global_shapes(config).items():
-        found = [directory.dtype_of(piece.hf_name) for piece in hf_tensors(name, config)]
-        kept = functools.reduce(torch.promote_types, found) if dtype is None else _dtype_of(name, dtype)
-        tensors[name] = (shape, kept)
+        found = (directory.dtype_of(piece.hf_name) for piece in hf_tensors(name, config))
+        own = functools.reduce(torch.promote_types, found)
+        tensors[name] = (shape, _dtype_of(name, own if dtype is None else DTYPES[dtype]))
     total = sum(math.prod(shape) * kept.itemsize for shape, kept in tensors.values())
     _refuse_too_little_room(target, total)
     _check_repeats(directory)
@@ -107,9 +109,9 @@ def export_checkpoint(
     source: a run, its checkpoints (the newest is taken), or a checkpoint, of any layout, ZeRO stage and precision.
     dtype: "fp32", "bf16" or "fp16", in which masters are rounded; router biases are fp32. tokenizer: instead of the one
     that the checkpoint carries. Holds a file of `file_bytes`, and of one tensor a stored block and the rounded whole.
-    Raises ConfigurationError or OSError before a tensor is read: for a target that exists, a checkpoint that isn't
-    complete or isn't the model it says, a tokenizer too large for it, too little room; ConfigurationError too for a
-    number beyond fp16's.
+    Raises ConfigurationError, ValueError or OSError before a tensor is read: for a target that exists, a checkpoint
+    that isn't complete or isn't the model it says, a tokenizer too large for it, too little room; ConfigurationError
+    also for a number beyond fp16's.
     """
     _refuse_existing(target)
     step = find(source)
@@ -120,14 +122,14 @@ def export_checkpoint(
     stored = StoredTensors(step)
     _check_stored(stored, config, step)
     total = sum(
-        math.prod(global_shapes(config)[name]) * _dtype_of(name, dtype).itemsize
+        math.prod(global_shapes(config)[name]) * _dtype_of(name, DTYPES[dtype]).itemsize
         for name in (*global_shapes(config), *hf_repeats(config).values())
     )
     _refuse_too_little_room(target, total)
     done = 0
     with _whole(target) as partial:
         files = HFFiles(partial, "model", file_bytes)
-        for hf_name, tensor in _hf_tensors_of(stored, config, dtype):
+        for hf_name, tensor in _hf_tensors_of(stored, config, DTYPES[dtype]):
             files.add(hf_name, tensor)
             report(done := done + tensor.nbytes, total)
         files.flush()
@@ -141,7 +143,9 @@ def export_checkpoint(
     return f"{len(files.weight_map)} tensors of {step}, {_size(total)} in {dtype}{_named(tokenizer)}"
 
 
-def _hf_tensors_of(stored: StoredTensors, config: DeepSeekConfig, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _hf_tensors_of(
+    stored: StoredTensors, config: DeepSeekConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a published directory, whole, under its name there, one after the other."""
     for name, shape in global_shapes(config).items():
         key, kept = stored_key(name), _dtype_of(name, dtype)
@@ -164,9 +168,9 @@ def _refuse_overflow(name: str, values: torch.Tensor) -> None:
         raise ConfigurationError(f"{name} has numbers that fp16 can't hold, above 65504: take bf16 or fp32")
 
 
-def _dtype_of(name: str, dtype: str) -> torch.dtype:
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """A published directory's router biases are fp32, whatever the rest is."""
-    return torch.float32 if name.endswith("e_score_correction_bias") else DTYPES[dtype]
+    return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
 def _check_stored(stored: StoredTensors, config: DeepSeekConfig, path: Path) -> None:

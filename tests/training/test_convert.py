@@ -242,7 +242,7 @@ def test_other_wrong_input_is_refused_and_leaves_nothing(tmp_path: Path, monkeyp
         refused("now", KeyboardInterrupt)
 
     (hf / "config.json").unlink()
-    refused("config.json", FileNotFoundError)
+    refused("hf has no config.json: give a directory as Hugging Face has them")
     target.mkdir()
     with pytest.raises(ConfigurationError, match="imported exists: choose another place"):
         import_directory(hf, target)
