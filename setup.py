@@ -33,6 +33,7 @@ INSTALL_REQUIRES = [
     "safetensors",
     "sentencepiece",
     "tensorboard",
+    "tokenizers>=0.20",
     "tyro",
 ]
 

@@ -219,7 +219,7 @@ def preprocess(
     Args:
         inputs: files, directories and patterns, see `expand_inputs`.
         output_prefix: as Megatron's.
-        tokenizer_model: a SentencePiece file.
+        tokenizer_model: what `load_tokenizer` takes.
         append_eod: end each document with the tokenizer's end-of-document token.
         workers: processes; 1 encodes in this one.
         json_keys: which fields of a JSON line are texts.

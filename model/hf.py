@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,8 +34,10 @@ Shape = tuple[int, ...]
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _SCALE = "_scale_inv"  # "X.weight_scale_inv" holds the block scales of an FP8 "X.weight"
-_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 _FP8 = "F8_E4M3"
+_READ_AS = MappingProxyType(
+    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, _FP8: torch.float32}
+)
 _FP8_BLOCK = (128, 128)
 _CHUNK_BYTES = 64 << 20
 """What is read at a time, so that importing needs no second copy of an embedding (1.9 GB in V3)."""
@@ -180,7 +182,7 @@ class HFDirectory:
     """
 
     def __init__(self, directory: str | Path, config: DeepSeekConfig) -> None:
-        self.directory = Path(directory)
+        self.directory, self.config = Path(directory), config
         quantization = config.extra.get("quantization_config") or {}
         self._block: tuple[int, int] = tuple(quantization.get("weight_block_size") or _FP8_BLOCK)
         self._files: dict[str, str] = {}  # of each tensor
@@ -188,15 +190,33 @@ class HFDirectory:
         self._dtypes: dict[str, str] = {}
         problems: dict[str, list[str]] = defaultdict(list)
         promised = self._read_headers(problems)
-        self._compare(config, promised, problems)
+        self._compare(promised, problems)
         if problems:
-            raise ValueError(
-                "\n".join([f"{self.directory} doesn't hold the model of its configuration:", *_listed(problems)])
-            )
+            lines = [f"{self.directory} doesn't hold the model of its configuration:", *_listed(problems)]
+            mtp = tuple(f"model.layers.{i}." for i in range(config.num_hidden_layers, config.num_layers_with_mtp))
+            if mtp and not any(name.startswith(mtp) for name in (*self._shapes, *promised)):
+                lines.append(
+                    "  it has no layer for multi-token prediction: set num_nextn_predict_layers 0 in its config.json"
+                )
+            raise ValueError("\n".join(lines))
 
     def file_of(self, hf_name: str) -> str:
         """The file, relative to the directory, that holds a tensor."""
         return self._files[hf_name]
+
+    def shape_of(self, hf_name: str) -> Shape:
+        """Of a tensor, as its file has it."""
+        return self._shapes[hf_name]
+
+    def dtype_of(self, hf_name: str) -> torch.dtype:
+        """In which `read` gives a tensor: its own, fp32 where that is FP8."""
+        return _READ_AS[self._dtypes[hf_name]]
+
+    @property
+    def repeats(self) -> dict[str, str]:
+        """Copies of the embedding and the head that the MTP layers have here: their names, and the originals'."""
+        originals = {name: hf_tensors(owner, self.config)[0].hf_name for name, owner in hf_repeats(self.config).items()}
+        return {name: original for name, original in originals.items() if name in self._files}
 
     def read(self, hf_name: str, part: tuple[slice, ...] | None = None) -> Tensor:
         """A tensor, or the `part` of it (one slice with both ends a dimension), on the CPU.
@@ -263,14 +283,15 @@ class HFDirectory:
         unreadable = set(weight_map.values()) - set(self._files.values())
         return {hf_name for hf_name, name in weight_map.items() if name in unreadable}
 
-    def _compare(self, config: DeepSeekConfig, promised: set[str], problems: dict[str, list[str]]) -> None:
-        expected = hf_shapes(config)
-        repeats = hf_repeats(config)
+    def _compare(self, promised: set[str], problems: dict[str, list[str]]) -> None:
+        expected, repeats = hf_shapes(self.config), self.repeats
         for hf_name, shape in expected.items():
             if hf_name in self._shapes:
                 self._compare_one(hf_name, shape, promised, problems)
             elif hf_name not in promised:
                 problems["missing tensors"].append(hf_name)
+        for repeat, original in repeats.items():
+            self._compare_one(repeat, expected[original], promised, problems)
         for hf_name in self._shapes:
             owner = hf_name.removesuffix(_SCALE)
             is_scale = owner != hf_name and self._dtypes.get(owner) == _FP8
@@ -292,8 +313,8 @@ class HFDirectory:
                 problems["wrong shapes"].append(
                     f"{scale} is {list(self._shapes[scale])}, blocks of {list(self._block)} make it {list(blocks)}"
                 )
-        elif dtype not in _PLAIN_DTYPES:
-            problems["wrong dtypes"].append(f"{hf_name} is {dtype}, not one of {', '.join((*_PLAIN_DTYPES, _FP8))}")
+        elif dtype not in _READ_AS or dtype == _FP8:
+            problems["wrong dtypes"].append(f"{hf_name} is {dtype}, not one of {', '.join(_READ_AS)}")
 
 
 def _listed(problems: Mapping[str, list[str]]) -> Iterator[str]:
@@ -336,14 +357,18 @@ def parts_of_block(
     global_name: str, tensor: Tensor, sharding: Sharding, config: DeepSeekConfig, mesh: Mesh
 ) -> Iterator[Part]:
     """What one of this rank's tensors holds: each piece, cut by the rank's block of the split dimension."""
-    shape = global_shapes(config)[global_name]
-    local = valid_part(tensor, sharding, mesh)
-    held = [slice(0, size) for size in shape]
+    held = [slice(0, size) for size in global_shapes(config)[global_name]]
     if sharding.split_dim is not None:
         held[sharding.split_dim] = global_slice(sharding, mesh)
+    yield from parts_of_box(global_name, valid_part(tensor, sharding, mesh), held, config)
+
+
+def parts_of_box(global_name: str, box: Tensor, held: Sequence[slice], config: DeepSeekConfig) -> Iterator[Part]:
+    """The same of any `box` of the global tensor. held: where it lies, a slice with both ends a dimension."""
+    shape = global_shapes(config)[global_name]
     for hf_name, index in hf_tensors(global_name, config):
         part: list[slice] = []  # of Hugging Face's tensor
-        inside: list[int | slice] = []  # of our shard
+        inside: list[int | slice] = []  # of the box
         whole = (slice(0, size) for size in shape[len(index) :])
         for at, mine in zip((*index, *whole), held, strict=True):
             if isinstance(at, int):
@@ -357,7 +382,7 @@ def parts_of_block(
                 part.append(slice(start - at.start, stop - at.start))
                 inside.append(slice(start - mine.start, stop - mine.start))
         else:
-            yield Part(hf_name, tuple(part), local[tuple(inside)])
+            yield Part(hf_name, tuple(part), box[tuple(inside)])
 
 
 def _chunks(whole: Part) -> Iterator[Part]:

@@ -25,13 +25,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pretrain_deepseek": {"kernels", "parallel", "model", "data", "planning", "training"},
 }
 
-# Communication in the first two; creating the groups, initialising, and saving in the others.
+# Communication in the first two; creating the groups, initialising, and checkpoints' files in the others.
 MAY_USE_DISTRIBUTED = {
     "parallel/comm.py",
     "parallel/mesh.py",
     "parallel/launch.py",
     "parallel/zero.py",
     "training/checkpoint.py",
+    "training/stored.py",
 }
 MAX_LINES = 400
 TREES = (*(room for room in MAY_IMPORT if room != "pretrain_deepseek"), "scripts", "tests", "benchmarks")

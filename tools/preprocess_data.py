@@ -34,7 +34,8 @@ class Arguments:
     """Writes OUTPUT_PREFIX_{key}_document.bin and .idx. They appear when all is done."""
 
     tokenizer_model: str
-    """SentencePiece model (*.model), from tools/train_tokenizer.py or elsewhere."""
+    """SentencePiece model (*.model), from tools/train_tokenizer.py or elsewhere, or a tokenizer.json of Hugging Face's,
+    or the directory of one (a downloaded model's)."""
 
     append_eod: bool = True
     """End every document with the end-of-document token. Samples are packed across documents, so without it nothing

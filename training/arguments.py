@@ -236,7 +236,8 @@ class DataArguments:
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
     tokenizer_model: Unset[str] = None
-    """SentencePiece model that made the data; the next three flags need it, for the token at a document's end."""
+    """What made the data, SentencePiece (*.model) or Hugging Face's tokenizer.json or its directory. The next three
+    flags need it, for the token at a document's end; a copy lies in every checkpoint."""
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of document."""
     reset_attention_mask: bool = False
@@ -254,9 +255,10 @@ class CheckpointArguments:
     save: Unset[str] = None
     """Directory of checkpoints; by default RUN/checkpoints."""
     load: Unset[str] = None
-    """Another run's directory, or that of its checkpoints: start from the newest one, at its step."""
+    """Another run's directory, or that of its checkpoints: start from the newest one, at its step; or a checkpoint."""
     pretrained_checkpoint: Unset[str] = None
-    """Start, at step 0, from the 16-bit weights in this directory (see the next flag)."""
+    """Start, at step 0, from weights alone: of a Hugging Face directory, of what tools/hf_checkpoint.py imported, of a
+    run or a checkpoint (16-bit ones if it has them, see the next flag)."""
     save_16bit_weights: bool = False
     """With every checkpoint also save the model whole, in 16 bits, as safetensors that need no layout: .../weights.
     DeepSpeed's file may ask for it too."""

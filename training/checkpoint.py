@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from data.tokenizer import copy_tokenizer
 from model.config import DeepSeekConfig
 from model.hf import global_shapes
 from parallel.comm import barrier, gather_objects
@@ -29,6 +30,7 @@ from training import residuals, weights
 from training.durable import fsync, write_text
 from training.engine import Engine
 from training.failures import ConfigurationError
+from training.hf_files import FILES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 META = "meta.json"
 FORMAT = 1
+TOKENIZER = "tokenizer"
+"""Directory in a checkpoint: the tokenizer's files, and where it was imported, its config.json."""
 _NAME = re.compile(r"step_(\d{8,})")
 _CHUNK_BYTES = 256 << 20
 """What a rank holds at a time, beyond its own shards, while it loads state that replicas share."""
@@ -62,27 +66,36 @@ def newest(directory: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
+def find(directory: Path) -> Path | None:
+    """The checkpoint that a directory is, or the newest of a run's or of its checkpoints; None where there is none."""
+    if (directory / META).exists():
+        return directory
+    return newest(directory) or newest(directory / "checkpoints")
+
+
 def find_weights(directory: Path) -> Path:
-    """`directory` itself, where it holds safetensors, else what a step's or a run's (newest) has; ConfigurationError
-    where there are none."""
-    step = newest(directory) or newest(directory / "checkpoints") or directory
-    for place in (directory, step / weights.DIRECTORY):
-        if any((place / name).exists() for name in weights.FILES):
+    """What `load_weights` takes: `directory` itself, where it holds safetensors; of the checkpoint that `find` finds
+    the 16-bit weights, else itself. ConfigurationError where there is nothing."""
+    step = find(directory)
+    for place in (directory, *([] if step is None else [step / weights.DIRECTORY])):
+        if any((place / name).exists() for name in FILES):
             return place
-    raise ConfigurationError(
-        f"{directory} holds no 16-bit weights, nor does {step / weights.DIRECTORY}: give a run saved with "
-        f"--save-16bit-weights, or a directory with {' or '.join(weights.FILES)}"
-    )
+    if step is None:
+        raise ConfigurationError(
+            f"{directory} holds neither weights nor a complete checkpoint: give a run, a checkpoint, or a directory "
+            f"with {' or '.join(FILES)}"
+        )
+    return step
 
 
 def save(engine: Engine, directory: Path, position: Position, arguments_yaml: str) -> Path:
     """Write `directory`/step_… . Collective. An interrupted save leaves no step_ directory; an earlier one stays whole.
 
     Stored: fp32 masters, optimizer moments, router biases, the step and samples consumed, the model's configuration,
-    the flags; where gradients are compressed, each rank's residuals (see `residuals`); where asked for, the model in 16
-    bits (see `weights`). Training draws no random numbers after initialisation, so no generator's state is needed to go
-    on bit for bit. What ZeRO shards over replicas is put together one parameter at a time, and kept on the host by one
-    replica each: a rank holds about 1/shards of the whole beyond its own.
+    the flags, the tokenizer; where gradients are compressed, each rank's residuals (see `residuals`); where asked for,
+    the model in 16 bits (see `weights`). Training draws no random numbers after initialisation, so no generator's state
+    is needed to go on bit for bit. What ZeRO shards over replicas is put together one parameter at a time, and kept on
+    the host by one replica each: a rank holds about 1/shards of the whole beyond its own.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -113,6 +126,8 @@ def save(engine: Engine, directory: Path, position: Position, arguments_yaml: st
             "model": engine.config.to_dict(),
         }
         write_text(partial / "config.yaml", arguments_yaml)
+        if tokenizer := engine.arguments.data.tokenizer_model:
+            _carry(tokenizer, partial / TOKENIZER)
         write_text(partial / META, json.dumps(meta, indent=1))
         fsync(partial)
         replaced = directory / f".{final.name}.replaced"
@@ -129,12 +144,15 @@ def save(engine: Engine, directory: Path, position: Position, arguments_yaml: st
 def load(engine: Engine, path: Path) -> Position:
     """Fill masters, parameters, moments and router biases from the checkpoint at `path`. Collective.
 
-    Raises ConfigurationError, before anything changes, for a checkpoint of another model, optimizer or format.
+    Raises ConfigurationError, before anything changes, for a checkpoint of another model, optimizer or format, and for
+    one that was imported and has weights alone.
     """
-    meta = _read_meta(path)
-    if gather_objects(meta, engine.mesh.world).count(meta) != engine.mesh.world_size:
-        raise ConfigurationError(f"ranks read different checkpoints at {path}: is the directory shared by all hosts?")
-    weights.check_model(DeepSeekConfig.from_dict(meta["model"]), engine.config, path)
+    meta = _agreed_meta(engine, path)
+    if meta["optimizer"] is None:
+        raise ConfigurationError(
+            f"{path} holds weights alone, without an optimizer's state: start from it, at step 0, with "
+            "--pretrained-checkpoint"
+        )
     if meta["optimizer"] != engine.arguments.optimizer.optimizer:
         raise ConfigurationError(
             f"{path} was saved with --optimizer {meta['optimizer']}, this run has "
@@ -147,7 +165,7 @@ def load(engine: Engine, path: Path) -> Position:
             f"schedule of the learning rate and the data would not fit together; use {meta['global_batch_size']}"
         )
     engine.optimizer.prepare(meta["step"])
-    _fill(engine, path)
+    _fill(engine, path, engine.optimizer.moments)
     engine.optimizer.written()
     if engine.loss_scale is not None:
         if state := meta.get("loss_scale"):
@@ -159,7 +177,23 @@ def load(engine: Engine, path: Path) -> Position:
     return Position(meta["step"], meta["consumed_samples"])
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
+def load_weights(engine: Engine, directory: Path) -> None:
+    """Fill masters, parameters and router biases from what `find_weights` found; moments become zero. Collective.
+
+    Any layout, ZeRO stage and precision reads any directory. Raises ConfigurationError, before anything changes, for
+    another model, a damaged directory and another format.
+    """
+    if not (directory / META).exists():
+        weights.load_weights(engine, directory)
+        return
+    _agreed_meta(engine, directory)
+    engine.optimizer.prepare(0)
+    _fill(engine, directory, ())
+    engine.optimizer.written()
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself; ConfigurationError where it is none, or of another format."""
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -169,19 +203,40 @@ def _read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _key(name: str, moment: str | None) -> str:
+def _agreed_meta(engine: Engine, path: Path) -> dict[str, Any]:
+    """`read_meta`, the same on every rank and of the engine's model. Collective."""
+    meta = read_meta(path)
+    if gather_objects(meta, engine.mesh.world).count(meta) != engine.mesh.world_size:
+        raise ConfigurationError(f"ranks read different checkpoints at {path}: is the directory shared by all hosts?")
+    weights.check_model(DeepSeekConfig.from_dict(meta["model"]), engine.config, path)
+    return meta
+
+
+def _carry(tokenizer: str, directory: Path) -> None:
+    """Keep the tokenizer beside the model. That its files are gone is no reason to lose a checkpoint."""
+    directory.mkdir()
+    try:
+        for copy in copy_tokenizer(tokenizer, directory):
+            fsync(copy)
+        fsync(directory)
+    except OSError as error:
+        logger.warning("the checkpoint has no tokenizer: %s", error)
+
+
+def stored_key(name: str, moment: str | None = None) -> str:
+    """Under which a master, a router's bias or a moment is stored."""
     return f"model.{name}" if moment is None else f"optimizer.{moment}.{name}"
 
 
-def _live(engine: Engine) -> dict[str, torch.Tensor]:
+def _live(engine: Engine, moments: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """What this rank has itself, under global names: these very tensors are written, and filled when loading."""
     optimizer, device_meshes = engine.optimizer, _DeviceMeshes(engine.mesh)
-    state = {f"model.{name}": buffer for name, buffer in engine.named_buffers()}
+    state = {stored_key(name): buffer for name, buffer in engine.named_buffers()}
     for name, parameter in optimizer.parameters.items():
         if optimizer.shards(name) is None:
-            for moment in (None, *optimizer.moments):
+            for moment in (None, *moments):
                 value = optimizer.read(name, moment).detach()
-                state[_key(name, moment)] = device_meshes.as_part(value, sharding_of(parameter))
+                state[stored_key(name, moment)] = device_meshes.as_part(value, sharding_of(parameter))
     return state
 
 
@@ -190,7 +245,8 @@ def _to_write(engine: Engine) -> dict[str, torch.Tensor]:
 
     A key may be absent elsewhere: torch.distributed.checkpoint writes what it finds, once.
     """
-    optimizer, device_meshes, state = engine.optimizer, _DeviceMeshes(engine.mesh), _live(engine)
+    optimizer, device_meshes = engine.optimizer, _DeviceMeshes(engine.mesh)
+    state = _live(engine, optimizer.moments)
     dealt: dict[str, list[int]] = {}  # axis -> bytes that each of its ranks got, the same on all of them
     for name, parameter in optimizer.parameters.items():
         shards = optimizer.shards(name)
@@ -202,26 +258,26 @@ def _to_write(engine: Engine) -> dict[str, torch.Tensor]:
             keeper = given.index(min(given))
             given[keeper] += value.nbytes
             if keeper == shards.rank:
-                state[_key(name, moment)] = device_meshes.as_part(value.cpu(), sharding_of(parameter))
+                state[stored_key(name, moment)] = device_meshes.as_part(value.cpu(), sharding_of(parameter))
             del value  # before the next is read
     return state
 
 
-def _fill(engine: Engine, path: Path) -> None:
+def _fill(engine: Engine, path: Path, moments: tuple[str, ...]) -> None:
     """The reverse of `_to_write`: shared state is read in chunks, whole, of which each rank takes its shard."""
     import torch.distributed.checkpoint as dcp
 
     mesh, optimizer, shapes = engine.mesh, engine.optimizer, global_shapes(engine.config)
     no_dist, device_meshes = mesh.world_size == 1, _DeviceMeshes(mesh)
     with _quiet():
-        dcp.load(_live(engine), checkpoint_id=path, no_dist=no_dist)
+        dcp.load(_live(engine, moments), checkpoint_id=path, no_dist=no_dist)
     chunks: list[list[tuple[str, str | None, tuple[int, ...]]]] = []
     room = 0
     for name, parameter in optimizer.parameters.items():
         if optimizer.shards(name) is None:
             continue
         shape = sharding_of(parameter).block_shape(shapes[name], mesh)
-        for moment in (None, *optimizer.moments):
+        for moment in (None, *moments):
             size = 4 * math.prod(shape)
             if size > room:
                 chunks.append([])
@@ -232,7 +288,7 @@ def _fill(engine: Engine, path: Path) -> None:
         wanted = chunks[i] if i < len(chunks) else []
         blocks = {(name, moment): torch.zeros(shape, device=mesh.device) for name, moment, shape in wanted}
         parts = {
-            _key(name, moment): device_meshes.as_part(block, sharding_of(optimizer.parameters[name]))
+            stored_key(name, moment): device_meshes.as_part(block, sharding_of(optimizer.parameters[name]))
             for (name, moment), block in blocks.items()
         }
         with _quiet():

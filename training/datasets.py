@@ -38,7 +38,9 @@ def open_data(arguments: Arguments, config: DeepSeekConfig) -> RunData:
             test_samples=0,
             vocab_size=config.vocab_size,
         )
-        eod_id = None if data.tokenizer_model is None else _eod_id(data.tokenizer_model, config.vocab_size)
+        eod_id = None
+        if data.tokenizer_model is not None:
+            eod_id = load_tokenizer(data.tokenizer_model, config.vocab_size).eod_id
     except (ValueError, OSError) as error:
         raise ConfigurationError(str(error)) from error
     needs_eod = [
@@ -61,13 +63,3 @@ def bigram_loss(arguments: Arguments, config: DeepSeekConfig, data: RunData) -> 
         map(part.sample, range(count)) for part, count in ((data.train, once), (data.valid, len(data.valid)))
     )
     return bigram_baseline(train, valid, config.vocab_size, eod_id)
-
-
-def _eod_id(path: str, vocab_size: int) -> int:
-    tokenizer = load_tokenizer(path)
-    if tokenizer.vocab_size > vocab_size:
-        raise ValueError(
-            f"--tokenizer-model {path} has {tokenizer.vocab_size} ids, the model's vocab_size is {vocab_size}: use the "
-            f"tokenizer the model is made for, or raise vocab_size"
-        )
-    return tokenizer.eod_id

@@ -28,11 +28,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """The directory's entry isn't on disk yet: `fsync` it once all its files are written."""
+    """The directory's entry isn't on disk yet: `fsync` it once all its files are written. Raises OSError."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path.touch()
     mode = path.stat().st_mode  # that of every other file of a checkpoint: safetensors' own can be read by nobody else
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"{path} can't be written: {error}") from error
     path.chmod(mode)
     fsync(path)

@@ -108,7 +108,7 @@ _LINES = {
     "expert-tensor-parallel-size moe-extended-tp": "leave it out: tensor parallelism doesn't cut experts",
     "vocab-file merge-file tokenizer-type tokenizer-metadata vocab-extra-ids tiktoken-* legacy-tokenizer "
     "trust-remote-code allow-ambiguous-pad-tokens": (
-        "leave it out: --data-path holds tokens of any tokenizer; --tokenizer-model (SentencePiece) only tells the "
+        "leave it out: --data-path holds tokens of any tokenizer; --tokenizer-model only tells the "
         "end-of-document token"
     ),
     "data-cache-path num-dataset-builder-threads object-storage-cache-path mid-level-dataset-surplus": (
@@ -220,9 +220,9 @@ _LINES = {
     "mock-data sample-rate": (
         "not there yet: bash scripts/pretrain_multinode.sh makes a corpus where --data-path isn't given"
     ),
-    "no-load-optim finetune": "use --pretrained-checkpoint: it takes 16-bit weights alone and begins at step 0",
+    "no-load-optim finetune": "use --pretrained-checkpoint: it takes weights alone and begins at step 0",
     "load-main-params-from-ckpt no-save-optim": "not there: --load takes weights, optimizer state and step together",
-    "ckpt-step": "not there yet: --load takes the newest step in its directory; link the one you want into a directory",
+    "ckpt-step": "use --load: beside a run it takes one of its checkpoints, RUN/checkpoints/step_00000100",
     "save-retain-interval": "not there yet: every checkpoint of --save-interval is kept",
     "async-save use-persistent-ckpt-worker non-persistent-* replication replication-*": (
         "not there yet: a checkpoint is written while training waits, to --save"

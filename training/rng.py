@@ -1,7 +1,7 @@
 """Random numbers: one seed for every generator, their state for checkpoints, and the check that ranks agree.
 
-May import parallel. Initial weights and data order don't come from these generators (decision 3): they depend on the
-seed alone. What is left to them is whatever a library draws by itself.
+May import parallel and data. Initial weights and data order don't come from these generators (decision 3): they depend
+on the seed alone. What is left to them is whatever a library draws by itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.tokenizer import tokenizer_files
 from parallel.comm import barrier, gather_objects
 from parallel.mesh import Axis
 from training.arguments import Arguments
@@ -94,12 +95,13 @@ def _facts(arguments: Arguments) -> dict[str, str]:
     facts["this project's code (hash)"] = _hash(file for room in _CODE for file in sorted((root / room).rglob("*.py")))
     files = {
         "--model": arguments.model.model,
-        "--tokenizer-model": arguments.data.tokenizer_model,
         "--deepspeed-config": arguments.zero.deepspeed_config,
     }
     for flag, path in files.items():
         if path is not None:
             facts[f"content of {flag} (hash)"] = _hash([Path(path)])
+    if arguments.data.tokenizer_model is not None:  # a directory of files, perhaps
+        facts["content of --tokenizer-model (hash)"] = _hash(tokenizer_files(arguments.data.tokenizer_model).values())
     for prefix in arguments.data.data_path:
         for file in (Path(prefix + ".idx"), Path(prefix + ".bin")):
             if file.is_file():

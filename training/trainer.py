@@ -46,7 +46,6 @@ from training.run_directory import Start
 from training.schedule import LearningRateSchedule, lr_at
 from training.validate_compression import compression_warnings
 from training.validate_zero import zero_warnings
-from training.weights import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -261,9 +260,7 @@ class Trainer:
         # Rank 0 decides: a rank that sees another newest one, or none, must not go another way.
         path = gather_objects(path, self.mesh.world)[0]
         if path is None and self.arguments.checkpoint.load:
-            load = Path(self.arguments.checkpoint.load)  # a run's directory, or its checkpoints'
-            found = checkpoint.newest(load) or checkpoint.newest(load / "checkpoints")
-            path = gather_objects(found, self.mesh.world)[0]
+            path = gather_objects(checkpoint.find(Path(self.arguments.checkpoint.load)), self.mesh.world)[0]
             if path is None:
                 raise ConfigurationError(f"--load {self.arguments.checkpoint.load} holds no complete checkpoint")
         if path is None:
@@ -285,7 +282,7 @@ class Trainer:
         found = gather_objects(found, self.mesh.world)[0]
         if isinstance(found, str):
             raise ConfigurationError(f"--pretrained-checkpoint {found}")
-        load_weights(self.engine, found)
+        checkpoint.load_weights(self.engine, found)
         logger.info("loaded %s: the weights alone, at step 0", found)
 
     def _batches(self) -> tuple[Batches, ValidationSteps | None]:

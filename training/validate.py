@@ -210,17 +210,17 @@ def _check_checkpoints(arguments: Arguments) -> Iterator[str]:
             "the second starts one, at step 0, from weights alone"
         )
     if weights and not Path(weights).is_dir():
-        yield f"--pretrained-checkpoint {weights} is no directory: give one of a run, of a step or of weights"
+        yield f"--pretrained-checkpoint {weights} is no directory: give a run, a checkpoint or Hugging Face's files"
 
 
 def _check_data(arguments: Arguments) -> Iterator[str]:
     from data.blend import parse_data_path, parse_split  # numpy: a sixth of the time of --help
 
     data = arguments.data
-    if data.tokenizer_model is not None and not Path(data.tokenizer_model).is_file():
+    if data.tokenizer_model is not None and not Path(data.tokenizer_model).exists():
         yield (
-            f"--tokenizer-model {data.tokenizer_model} doesn't exist: give the SentencePiece model that made the data, "
-            "or train one with tools/train_tokenizer.py"
+            f"--tokenizer-model {data.tokenizer_model} doesn't exist: give the SentencePiece model or tokenizer.json "
+            "that made the data, or train one with tools/train_tokenizer.py"
         )
     try:
         parse_split(data.split)

@@ -7,7 +7,6 @@ Face's directories (`model.hf`), so transformers loads what is written, and what
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import torch
@@ -17,20 +16,15 @@ from model.hf import HFDirectory, global_shapes, parts_of_block
 from parallel.comm import all_gather, gather_objects
 from parallel.mesh import Mesh
 from parallel.sharding import Sharding, sharding_of
-from training.durable import fsync, write_safetensors, write_text
+from training.durable import fsync
 from training.engine import Engine
 from training.failures import ConfigurationError
+from training.hf_files import CONFIG, FILE_BYTES, HFFiles, write_config, write_index
 
 DIRECTORY = "weights"
-INDEX = "model.safetensors.index.json"
-FILES = (INDEX, "model.safetensors")
-"""One of them is in every directory of weights, the second where all is in one file."""
-_CONFIG = "config.json"
-_FILE_BYTES = 2 << 30
-"""Of one file, and with one parameter what a rank holds of the model beyond its own part while it saves."""
 
 
-def save(engine: Engine, directory: Path, file_bytes: int = _FILE_BYTES) -> None:
+def save(engine: Engine, directory: Path, file_bytes: int = FILE_BYTES) -> None:
     """Write the masters, rounded, to `directory`: safetensors, their index, config.json. Collective.
 
     bf16, or fp16 where the run has it; router biases stay fp32. A parameter that is cut over tp is put together on the
@@ -39,7 +33,7 @@ def save(engine: Engine, directory: Path, file_bytes: int = _FILE_BYTES) -> None
     mesh, config = engine.mesh, engine.config
     dtype = torch.float16 if engine.dtype == torch.float16 else torch.bfloat16
     directory.mkdir(exist_ok=True)
-    files = _Files(directory, mesh.rank, file_bytes)
+    files = HFFiles(directory, f"model-rank{mesh.rank:05d}", file_bytes)
     for name, parameter in engine.optimizer.parameters.items():
         sharding = sharding_of(parameter)
         block = engine.optimizer.read(name).detach()  # on every rank: collective where replicas share it
@@ -59,12 +53,8 @@ def save(engine: Engine, directory: Path, file_bytes: int = _FILE_BYTES) -> None
     of_ranks = gather_objects((files.weight_map, files.total_bytes), mesh.world)
     if mesh.world.is_first:
         weight_map = {name: file for names, _ in of_ranks for name, file in names.items()}
-        index = {"metadata": {"total_size": sum(size for _, size in of_ranks)}, "weight_map": weight_map}
-        write_text(directory / INDEX, json.dumps(index, indent=1, sort_keys=True))
-        family = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}[config.model_type]
-        described = {"architectures": [f"{family}ForCausalLM"]} | config.to_dict()
-        described |= {"torch_dtype": str(dtype).removeprefix("torch.")}
-        write_text(directory / _CONFIG, json.dumps(described, indent=1))
+        write_index(directory, weight_map, sum(size for _, size in of_ranks))
+        write_config(directory, config, dtype)
         fsync(directory)
 
 
@@ -77,7 +67,7 @@ def load_weights(engine: Engine, directory: Path) -> None:
     """
     mesh, optimizer, problem = engine.mesh, engine.optimizer, None
     try:
-        config = DeepSeekConfig.from_file(directory / _CONFIG)
+        config = DeepSeekConfig.from_file(directory / CONFIG)
         check_model(config, engine.config, directory)
         source = HFDirectory(directory, config)
     except (OSError, ValueError, ConfigurationError) as error:
@@ -114,30 +104,3 @@ def _put_together(block: torch.Tensor, sharding: Sharding, mesh: Mesh) -> torch.
     assert axis is not None and sharding.split_dim is not None
     rows = all_gather(block.movedim(sharding.split_dim, 0).contiguous(), axis)[: sharding.full_size]
     return rows.movedim(0, sharding.split_dim)
-
-
-class _Files:
-    """One rank's safetensors: tensors are kept until a file is full."""
-
-    def __init__(self, directory: Path, rank: int, file_bytes: int):
-        self.directory, self.rank, self.file_bytes = directory, rank, file_bytes
-        self.weight_map: dict[str, str] = {}
-        self.total_bytes = 0
-        self._kept: dict[str, torch.Tensor] = {}
-        self._kept_bytes = self._written = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._kept and self._kept_bytes + tensor.nbytes > self.file_bytes:
-            self.flush()
-        self._kept[name] = tensor.cpu().contiguous()
-        self._kept_bytes += tensor.nbytes
-
-    def flush(self) -> None:
-        if not self._kept:
-            return
-        self._written += 1
-        path = self.directory / f"model-rank{self.rank:05d}-{self._written:05d}.safetensors"
-        write_safetensors(path, self._kept, {"format": "pt"})
-        self.weight_map.update(dict.fromkeys(self._kept, path.name))
-        self.total_bytes += self._kept_bytes
-        self._kept, self._kept_bytes = {}, 0

@@ -87,6 +87,7 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.model").write_bytes(b"not a model")
     with pytest.raises(ValueError, match="bad.model is not a SentencePiece model"):
         load_tokenizer(tmp_path / "bad.model")
+    (tmp_path / "vocab.txt").touch()
     with pytest.raises(ValueError, match="vocab.txt: only SentencePiece files"):
         load_tokenizer(tmp_path / "vocab.txt")
     for vocab_size in (100, 100_000):

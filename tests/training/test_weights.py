@@ -24,7 +24,8 @@ from tests.test_pretrain import Ranks, lines_of, ranks, workplace  # noqa: F401 
 from tests.training.sharded_state import SharedState
 from tests.training.test_checkpoint import EIGHT, SMALL, assembled, assert_identical
 from tests.training.test_checkpoint_zero import loaded_plain, random_state, state_of
-from training import checkpoint, weights
+from training import checkpoint, hf_files, weights
+from training.convert import import_directory
 from training.engine import Engine
 from training.failures import ConfigurationError
 
@@ -115,7 +116,7 @@ def test_weights_of_any_layout_load_in_any_other_with_the_same_logits(
     held = run_ranks(ranks_, save_weights, Job(layout=layout, overrides=SMALL), source, str(target), shared)
     assert max(held) <= 0  # one parameter, and the one before it until its name is taken
 
-    index = json.loads((target / weights.INDEX).read_text())
+    index = json.loads((target / hf_files.INDEX).read_text())
     assert index["weight_map"].keys() == hf_shapes(config).keys()  # Hugging Face's names, each once
     size = 0
     for name in set(index["weight_map"].values()):
@@ -156,9 +157,14 @@ def test_a_checkpoint_has_its_weights_and_they_are_found(tmp_path: Path) -> None
         assert checkpoint.find_weights(place) == step / "weights"
     plain = Engine(job.model(), flags_of(Job()), Mesh.create(Layout()))
     checkpoint.save(plain, checkpoints, checkpoint.Position(6, 24), "")
-    for place in (tmp_path / "run", tmp_path, checkpoints / "step_00000006"):
-        with pytest.raises(ConfigurationError, match="holds no 16-bit weights.*--save-16bit-weights"):
-            checkpoint.find_weights(place)
+    for place in (tmp_path / "run", checkpoints, checkpoints / "step_00000006"):
+        assert checkpoint.find_weights(place) == checkpoints / "step_00000006"  # without them: its fp32 masters
+    assert checkpoint.find_weights(step) == step / "weights"
+    assert checkpoint.find(step) == step  # what --load takes: one step, or the newest of a run
+    assert checkpoint.find(tmp_path / "run") == checkpoint.find(checkpoints) == checkpoints / "step_00000006"
+    assert checkpoint.find(tmp_path) is None
+    with pytest.raises(ConfigurationError, match="holds neither weights nor a complete checkpoint"):
+        checkpoint.find_weights(tmp_path)
 
 
 def test_weights_of_another_model_are_refused_before_anything_changes(tmp_path: Path) -> None:
@@ -221,7 +227,7 @@ def test_a_run_starts_from_the_weights_of_another(workplace: Path, ranks: Ranks)
     ranks.start(workplace, "--save-16bit-weights", "--run-dir", str(first))
     for code, out, err in ranks.finish():
         assert code == 0, out + err
-    for start, refused in (("--load", "no complete checkpoint"), ("--pretrained-checkpoint", "no 16-bit weights")):
+    for start, refused in (("--load", "no complete checkpoint"), ("--pretrained-checkpoint", "neither weights nor")):
         ranks.start(workplace, start, str(workplace), "--run-dir", str(second), world=1)
         ((code, _, err),) = ranks.finish()
         assert code == 2 and refused in err
@@ -232,3 +238,15 @@ def test_a_run_starts_from_the_weights_of_another(workplace: Path, ranks: Ranks)
     # The learning rate is zero: what is validated after step 1 is what the first run ended with, rounded.
     ended, started = lines_of(first / "metrics.jsonl")[-1], lines_of(second / "metrics.jsonl")[0]
     assert started["step"] == 1 and started["valid_loss"] == pytest.approx(ended["valid_loss"], rel=1e-3)
+
+    # By way of tools/hf_checkpoint.py: from a checkpoint with nothing but weights, and in another layout.
+    imported, third = workplace / "imported", workplace / "third"
+    import_directory(checkpoint.find_weights(first), imported)
+    pp2 = ("--pipeline-model-parallel-size", "2", "--eval-interval", "1", "--lr", "0")
+    ranks.start(workplace, *pp2, "--pretrained-checkpoint", str(imported), "--run-dir", str(third))
+    for code, out, err in ranks.finish():
+        assert code == 0, out + err
+    assert lines_of(third / "metrics.jsonl")[0]["valid_loss"] == pytest.approx(started["valid_loss"], rel=1e-5)
+    ranks.start(workplace, "--load", str(imported), "--run-dir", str(workplace / "fourth"), world=1)
+    ((code, _, err),) = ranks.finish()
+    assert code == 2 and "holds weights alone" in err
