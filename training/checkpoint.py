@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from model.config import DeepSeekConfig
 from model.hf import global_shapes
@@ -157,6 +158,46 @@ def load(engine: Engine, path: Path) -> Position:
     engine.steps_done = meta["step"]
     residuals.load(engine.reducer, path)
     return Position(meta["step"], meta["consumed_samples"])
+
+
+def read_config(path: Path) -> DeepSeekConfig:
+    """The model of the checkpoint at `path`, checked against the tensors in it, of which none is read.
+
+    Raises ConfigurationError for what is no complete checkpoint, or whose tensors aren't those of its configuration.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    config = DeepSeekConfig.from_dict(_read_meta(path)["model"])
+    with _quiet():
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    wrong = []
+    for name, shape in global_shapes(config).items():
+        size = getattr(stored.get(_key(name, None)), "size", None)
+        if size is None:
+            wrong.append(f"{name} is missing")
+        elif tuple(size) != shape:
+            wrong.append(f"{name} is {list(size)}, the configuration makes it {list(shape)}")
+    if wrong:
+        raise ConfigurationError(f"{path} doesn't hold the model of its {META}: {'; '.join(wrong)}")
+    return config
+
+
+def load_model(stage: nn.Module, path: Path, mesh: Mesh) -> None:
+    """Fill the stage's parameters and router biases, in their dtype, from the checkpoint at `path`. Collective.
+
+    Nothing of the optimizer is read, nor what the stage leaves out (multi-token prediction, say).
+    """
+    import torch.distributed.checkpoint as dcp
+
+    device_meshes = _DeviceMeshes(mesh)
+    state = {
+        _key(name, None): device_meshes.as_part(parameter.detach(), sharding_of(parameter))
+        for name, parameter in stage.named_parameters()
+    }
+    persistent = stage.state_dict(keep_vars=True).keys()
+    state |= {_key(name, None): buffer for name, buffer in stage.named_buffers() if name in persistent}
+    with _quiet():
+        dcp.load(state, checkpoint_id=path, no_dist=mesh.world_size == 1)
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
