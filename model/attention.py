@@ -122,9 +122,9 @@ class LatentAttention(nn.Module):
         cache.append(self.layer, torch.cat([latent_sbc, k_pe], dim=-1)[: cache.rows, 0])
         out_sbm = latent_sbc.new_zeros((*latent_sbc.shape[:2], self.o_proj.weight.shape[1]))
         if cache.is_prefill:
-            heads = self._up_project(from_q, latent_sbc, k_pe_sbr, batch)
+            q, k, v = self._up_project(from_q, latent_sbc, k_pe_sbr, batch)
             for start, end in cache.spans:
-                out_sbm[start:end] = self.attend(*(x[start:end] for x in heads), self.scale)
+                out_sbm[start:end] = self.attend(q[start:end], k[start:end], v[start:end], self.scale)
         elif cache.rows:
             out_sbm[: cache.rows, 0] = self._attend_to_latents(from_q, batch, cache)
         return out_sbm

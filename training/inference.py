@@ -82,7 +82,7 @@ class ModelSource:
 
 
 def _tokenizer_of(given: Path, step: Path) -> Path | None:
-    for place in (given, step):
+    for place in (given, step, step / "tokenizer"):
         for name in _TOKENIZERS:
             if (place / name).is_file():
                 return place / name
