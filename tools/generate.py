@@ -135,7 +135,8 @@ def run(options: Arguments) -> None:
     display = None
     if model.mesh.world.is_first:
         seconds = time.perf_counter() - began
-        print(f"loaded {request.source.path} on {model.mesh.world_size} ranks in {seconds:.1f} s", file=sys.stderr)
+        ranks = f"{model.mesh.world_size} rank{'s' * (model.mesh.world_size > 1)}"
+        print(f"loaded {request.source.path} on {ranks} in {seconds:.1f} s", file=sys.stderr)
         display = Display(tokenizer, [ids[len(first) :] for ids in prompts], ENDED, tokenizer.eod_id)
         display.write()
     decoder = Decoder(model.config, model.stage, model.mesh, model.dtype)
