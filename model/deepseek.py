@@ -40,7 +40,7 @@ class Block(nn.Module):
         super().__init__()
         self.input_layernorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         recompute = options.recomputed_parts
-        self.self_attn = LatentAttention(config, mesh, recompute)
+        self.self_attn = LatentAttention(config, mesh, layer, recompute)
         self.post_attention_layernorm = SequenceRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: MoE | DenseMLP
         if config.is_moe_layer(layer):

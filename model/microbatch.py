@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from model.latent_cache import LatentCache
 from parallel.comm import all_reduce_
 from parallel.expert import Traffic
 from parallel.mesh import Mesh
@@ -51,7 +52,8 @@ class MicroBatch:
     labels[:, i] is the token after tokens[:, i]. All are of the whole sequence on every context rank, which cuts its
     part where it uses them: what MTP shifts is then right at the borders. denominators: set by `set_denominators`
     before the first forward; q_rotation, k_rotation: of this rank's queries, of all keys; loss_gradient: what backward
-    begins with at a loss that is added inside a stage (the loss scale).
+    begins with at a loss that is added inside a stage (the loss scale). cache: where text is generated, the tokens
+    before; the "sequence" of tokens and positions, [1, s], is then a step's rows, whatever sequence each belongs to.
     """
 
     tokens: torch.Tensor
@@ -66,6 +68,7 @@ class MicroBatch:
     routing: dict[int, Routing] = field(default_factory=dict)
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
     loss_gradient: float = 1.0
+    cache: LatentCache | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch with its data on `device`."""

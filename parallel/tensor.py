@@ -135,7 +135,10 @@ class VocabularyParallelHead(nn.Module):
         self.weight = _parameter((rows, hidden), sharding)
 
     def forward(self, x_sbh: torch.Tensor) -> torch.Tensor:
-        x_sbh = gather_sequence(x_sbh, self.tp)
+        return self.of_whole(gather_sequence(x_sbh, self.tp))
+
+    def of_whole(self, x_sbh: torch.Tensor) -> torch.Tensor:
+        """The same from hidden states that every tp rank has whole: [s, b, h] -> [s, b, V_l]. Doesn't communicate."""
         rows = self.valid.stop - self.valid.start
         # A slice's gradient is a whole weight of zeros first: only where there is padding.
         weight = self.weight if rows == self.weight.shape[0] else self.weight[:rows]

@@ -68,11 +68,15 @@ def flags_of_run() -> frozenset[str]:
 
 @cache
 def flags_of_tool(name: str) -> frozenset[str]:
-    """Flags of tools/NAME.py: the fields of its Arguments."""
+    """Flags of tools/NAME.py: the fields of its Arguments, and of the class of shared flags that these may extend."""
     tree = ast.parse((ROOT / "tools" / f"{name}.py").read_text(encoding="utf-8"))
     (arguments,) = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == "Arguments")
+    fields = list(arguments.body)
+    if any(ast.unparse(base) == "InferenceArguments" for base in arguments.bases):
+        shared = ast.parse((ROOT / "training" / "inference_arguments.py").read_text(encoding="utf-8"))
+        fields += next(x for x in shared.body if isinstance(x, ast.ClassDef)).body
     found = {"--help"}
-    for field in arguments.body:
+    for field in fields:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             flag = field.target.id.replace("_", "-")
             found |= {f"--{flag}", *([f"--no-{flag}"] if ast.unparse(field.annotation) == "bool" else [])}
@@ -115,7 +119,7 @@ def wrong_flags(code: str) -> Iterator[str]:
     tools = [file.stem for file in (ROOT / "tools").glob("*.py") if file.stem != "__init__"]
     if any(re.search(rf"(-m |^){program}\b", code) for program in FOREIGN_PROGRAMS):
         return
-    if match := re.search(r"(?:-m tools\.|python tools/)(\w+)", code):
+    if match := re.search(r"(?:-m tools\.|(?:python|torchrun.*) tools/)(\w+)", code):
         known, code = flags_of_tool(match[1]) if match[1] in tools else frozenset(), code[match.end() :]
     elif match := re.search(r"(?:-m benchmarks\.|python benchmarks/)(\w+)", code):
         known, code = flags_of_benchmark(match[1]), code[match.end() :]
@@ -286,6 +290,7 @@ def test_chinese_documents_keep_step_with_the_english_ones(english: str, chinese
         ("`--no-seq-length`", "no flag --no-seq-length"),
         ("```bash\nbash scripts/pretrain_multinode.sh --workers 2\n```", "no flag --workers"),
         ("```bash\npython -m tools.preprocess_data --lr 1\n```", "no flag --lr"),
+        ("```bash\ntorchrun --nproc-per-node 2 tools/generate.py --load runs/mine --lr 1\n```", "no flag --lr"),
         ("```bash\npython -m tools.no_such_tool\n```", "no module tools.no_such_tool"),
         ("```bash\nbash no_such.sh\n```", "no file no_such.sh"),
         ("```bash\nNNODE=2 bash scripts/test.sh\n```", "nothing reads NNODE"),
@@ -310,6 +315,7 @@ def test_what_does_not_exist_is_found(text: str, problem: str) -> None:
         "| Planned | Built |\n|---|---|\n| `model/mtp.py` | `MTPBlock` in `model/deepseek.py` |",
         "| Megatron-LM | Here |\n|---|---|\n| `--bf16` | `--precision bf16` |",
         "```bash\ntorchrun --nproc-per-node 8 pretrain_deepseek.py --lr 1e-3 --run-dir runs/mine\n```",
+        "```bash\ntorchrun --nproc-per-node 2 tools/generate.py --load runs/mine --top-k 5\n```",
         "```bash\npython -m pip install --no-build-isolation -e .\n```",
         "`config.json`, `metrics.jsonl`, `[s/tp, b, h]`, `main_grad`, `torch.distributed`, `Engine.train_step()`",
     ],

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from data.tokenizer import copy_tokenizer
 from model.config import DeepSeekConfig
@@ -31,6 +32,7 @@ from training.durable import fsync, write_text
 from training.engine import Engine
 from training.failures import ConfigurationError
 from training.hf_files import FILES
+from training.stored import StoredTensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -190,6 +192,41 @@ def load_weights(engine: Engine, directory: Path) -> None:
     engine.optimizer.prepare(0)
     _fill(engine, directory, ())
     engine.optimizer.written()
+
+
+def load_model(stage: nn.Module, path: Path, mesh: Mesh) -> None:
+    """Fill the stage's parameters and router biases, in their dtype, from the checkpoint at `path`. Collective.
+
+    Nothing of the optimizer is read, nor what the stage leaves out (multi-token prediction, say).
+    """
+    import torch.distributed.checkpoint as dcp
+
+    device_meshes = _DeviceMeshes(mesh)
+    state = {
+        stored_key(name): device_meshes.as_part(parameter.detach(), sharding_of(parameter))
+        for name, parameter in stage.named_parameters()
+    }
+    persistent = stage.state_dict(keep_vars=True).keys()
+    state |= {stored_key(name): buffer for name, buffer in stage.named_buffers() if name in persistent}
+    with _quiet():
+        dcp.load(state, checkpoint_id=path, no_dist=mesh.world_size == 1)
+
+
+def read_config(path: Path) -> DeepSeekConfig:
+    """The model of the checkpoint at `path`, checked against the tensors in it, of which none is read.
+
+    Raises ConfigurationError for what is no complete checkpoint, or whose tensors aren't those of its configuration.
+    """
+    config, stored = DeepSeekConfig.from_dict(read_meta(path)["model"]), StoredTensors(path).shapes
+    wrong = []
+    for name, shape in global_shapes(config).items():
+        if (found := stored.get(stored_key(name))) is None:
+            wrong.append(f"{name} is missing")
+        elif found != shape:
+            wrong.append(f"{name} is {list(found)}, its configuration makes it {list(shape)}")
+    if wrong:
+        raise ConfigurationError("\n  ".join([f"{path} doesn't hold the model of its configuration:", *wrong]))
+    return config
 
 
 def read_meta(path: Path) -> dict[str, Any]:

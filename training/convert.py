@@ -21,7 +21,7 @@ from data.files import partial_path
 from data.tokenizer import copy_tokenizer, load_tokenizer, tokenizer_file
 from model.config import DeepSeekConfig
 from model.hf import HFDirectory, global_shapes, hf_repeats, hf_tensors, parts_of_box
-from training.checkpoint import FORMAT, META, TOKENIZER, find, read_meta, stored_key
+from training.checkpoint import FORMAT, META, TOKENIZER, find, read_config, stored_key
 from training.durable import fsync, write_text
 from training.failures import ConfigurationError
 from training.hf_files import CONFIG, FILE_BYTES, HFFiles, write_config, write_index
@@ -117,10 +117,9 @@ def export_checkpoint(
     step = find(source)
     if step is None:
         raise ConfigurationError(f"{source} holds no complete checkpoint: give a run, its checkpoints, or a checkpoint")
-    config = DeepSeekConfig.from_dict(read_meta(step)["model"])
+    config = read_config(step)
     tokenizer = _tokenizer_in(step / TOKENIZER if tokenizer is None else tokenizer, config, asked=tokenizer is not None)
     stored = StoredTensors(step)
-    _check_stored(stored, config, step)
     total = sum(
         math.prod(global_shapes(config)[name]) * _dtype_of(name, DTYPES[dtype]).itemsize
         for name in (*global_shapes(config), *hf_repeats(config).values())
@@ -171,18 +170,6 @@ def _refuse_overflow(name: str, values: torch.Tensor) -> None:
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """A published directory's router biases are fp32, whatever the rest is."""
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
-
-
-def _check_stored(stored: StoredTensors, config: DeepSeekConfig, path: Path) -> None:
-    shapes = stored.shapes
-    problems = []
-    for name, shape in global_shapes(config).items():
-        if (found := shapes.get(stored_key(name))) is None:
-            problems.append(f"{name} is missing")
-        elif found != shape:
-            problems.append(f"{name} is {list(found)}, its configuration makes it {list(shape)}")
-    if problems:
-        raise ConfigurationError("\n  ".join([f"{path} doesn't hold the model of its configuration:", *problems]))
 
 
 def _check_repeats(directory: HFDirectory) -> None:

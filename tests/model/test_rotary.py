@@ -125,3 +125,10 @@ def test_angles_equal_transformers_also_beyond_the_original_context(model_class:
         reference = torch.complex(reference[0][..., :half], reference[1][..., :half])
     torch.testing.assert_close(reference[0].real, turn.real, atol=1e-6, rtol=0)
     torch.testing.assert_close(reference[0].imag, turn.imag, atol=1e-6, rtol=0)
+
+
+def test_one_token_behind_an_odd_latent_is_rotated_too() -> None:
+    # Its view is contiguous and begins at an odd value, where complex numbers can't lie.
+    wide = torch.randn(1, 1, 1, 11)
+    turn = rotation(torch.tensor([[7]]), torch.rand(3), 1.0)
+    assert torch.equal(rotate(wide[..., 5:], turn), rotate(wide[..., 5:].clone(), turn))
