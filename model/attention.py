@@ -144,11 +144,9 @@ class LatentAttention(nn.Module):
         # 2. attention of n heads to one shared head: they stand where queries do. Values are the keys' first c columns.
         shared_Sk1x = cache.read(self.layer).transpose(0, 1).unsqueeze(2)
         mask_k11S = cache.mask[:, None, None, :]
-        latent_nkc = self.attend(q_nkx.unsqueeze(2), shared_Sk1x, shared_Sk1x, self.scale, mask_k11S)[
-            ..., : self.kv_rank
-        ]
+        out_nkx = self.attend(q_nkx.unsqueeze(2), shared_Sk1x, shared_Sk1x, self.scale, mask_k11S)
         # 3. values of each head
-        return product(latent_nkc, up_nyc[:, self.nope :].transpose(1, 2)).transpose(0, 1).flatten(1)
+        return product(out_nkx[..., : self.kv_rank], up_nyc[:, self.nope :].transpose(1, 2)).transpose(0, 1).flatten(1)
 
 
 def document_mask(documents_bs: torch.Tensor, cp: Axis) -> torch.Tensor:
