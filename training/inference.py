@@ -24,7 +24,7 @@ from parallel.launch import init_distributed
 from parallel.mesh import Layout, Mesh
 from parallel.pipeline.placement import as_ranges, balanced
 from parallel.sharding import Sharding, sharding_of
-from training import checkpoint
+from training import checkpoint, weights
 from training.command_line import from_yaml
 from training.failures import ConfigurationError
 from training.hf_files import FILES

@@ -24,6 +24,7 @@ from training import checkpoint, weights
 from training.engine import Engine
 from training.evaluation import Windows, evaluate
 from training.failures import ConfigurationError
+from training.hf_files import INDEX
 from training.inference import ModelSource, Request, load_model
 from training.inference_arguments import InferenceArguments
 
@@ -154,9 +155,9 @@ def test_what_is_wrong_is_told_from_headers_alone(tmp_path: Path, monkeypatch: p
 def test_a_directory_of_weights_with_faults_is_refused_whole(tmp_path: Path) -> None:
     engine = Engine(JOB.model(), flags_of(JOB), Mesh.create(Layout()))
     weights.save(engine, tmp_path)
-    index = json.loads((tmp_path / weights.INDEX).read_text())
+    index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = "gone.safetensors"
-    (tmp_path / weights.INDEX).write_text(json.dumps(index))
+    (tmp_path / INDEX).write_text(json.dumps(index))
     refused("(?s)--load .*missing shard files.*gone.safetensors", tmp_path)
 
 
