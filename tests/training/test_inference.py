@@ -147,7 +147,7 @@ def test_what_is_wrong_is_told_from_headers_alone(tmp_path: Path, monkeypatch: p
     meta = json.loads((path / checkpoint.META).read_text())
     meta["model"] |= {"hidden_size": meta["model"]["hidden_size"] + 2, "num_nextn_predict_layers": 3}
     (path / checkpoint.META).write_text(json.dumps(meta))
-    refused(r"doesn't hold the model of its meta.json: .*embed_tokens.weight is \[203, 64\].* is missing", path)
+    refused(r"(?s)doesn't hold the model of its configuration:.*embed_tokens.weight is \[203, 64\].* is missing", path)
     (path / checkpoint.META).write_text("{")
     refused("is no complete checkpoint", path)
 
