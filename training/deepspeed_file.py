@@ -131,7 +131,7 @@ def _cleaned(
         elif key.section:
             kept[name] = _cleaned(path, value, key.section, place + ".", errors, notices)
         elif key.use in ("flag", "passed"):
-            kept[name] = int(value) if key.kind is int else value
+            kept[name] = _of_its_kind(value, key)
         elif not _asks_for_nothing(value, key):
             said = f"{path}: {place}" + ("" if isinstance(value, dict) else f" {as_text(value)}")
             if key.use == "refused":
@@ -165,6 +165,13 @@ def _wrong_kind(value: Any, key: Key) -> str | None:
         object: True,
     }.get(kind, isinstance(kind, type) and isinstance(value, kind))
     return None if fits else _KINDS[kind].format(key.least)
+
+
+def _of_its_kind(value: Any, key: Key) -> Any:
+    """A whole number written as 3.0 is 3."""
+    if isinstance(key.kind, tuple):
+        return key.kind[key.kind.index(value)]
+    return int(value) if key.kind is int else value
 
 
 def _asks_for_nothing(value: Any, key: Key) -> bool:

@@ -200,7 +200,12 @@ _ORDER = "the order of the data is --seed's and --data-path's"
 _WHOLE = "the model is trained whole, in the numbers of --precision"
 
 TOP_LEVEL = {
-    **_same(Key(int, "flag"), "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    **_same(
+        Key(int, "flag", least=1),
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    ),
     "gradient_clipping": Key(float, "flag"),
     "optimizer": Key(dict, "flag", section=_OPTIMIZER),
     "fp16": Key(dict, "flag", section=_FP16),

@@ -213,6 +213,8 @@ def test_a_contradiction_names_both(tmp_path: Path, content: Any, flags: dict[st
         ({"gradient_clipping": 10**400}, "must be a number"),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size 0 must be a whole number, at least 1"),
         ({"log_level": "loud"}, "log_level loud must be one of debug, info"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps 0 must be a whole number, at least 1"),
+        ({"train_batch_size": -8}, "train_batch_size -8 must be a whole number, at least 1"),
         ({"steps_per_print": 0}, "steps_per_print 0 must be a whole number, at least 1"),
         ({"zero_optimization": {"stage3_module_granularity_threshold": 9}}, "which modules are gathered as one"),
         ({"fp16": {"min_loss_scale": 10**400}}, "must be a whole number"),
@@ -338,3 +340,8 @@ def test_a_key_under_both_its_names_is_refused(tmp_path: Path) -> None:
     for order in (zero, dict(reversed(zero.items()))):
         with pytest.raises(ConfigurationError, match="stage3_prefetch_bucket_size is given under two names"):
             completed(asked(tmp_path, {"zero_optimization": order}), 4)
+
+
+def test_a_stage_written_with_a_point_is_a_whole_number(tmp_path: Path) -> None:
+    arguments, _ = completed(asked(tmp_path, {"zero_optimization": {"stage": 3.0}}))
+    assert repr(arguments.zero.zero_stage) == "3"
