@@ -215,7 +215,8 @@ class ZeroEngine:
     def _count_gather(self) -> None:
         """Stage 3 gathers every parameter for the forward pass and for the backward pass.
 
-        Small ones that it keeps are counted too, and what recomputation gathers once more isn't.
+        Those that stay (small ones, and until the backward pass up to stage3_max_live_parameters) are counted too, and
+        what recomputation gathers once more isn't.
         """
         if self.zero_stage == 3:
             self._count("all_gather", self._values * self._value_bytes)

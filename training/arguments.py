@@ -150,7 +150,7 @@ class TrainingArguments:
     loss_scale_window: Unset[int] = None
     """For fp16: steps without overflow after which the loss scale doubles; by default 1000."""
     hysteresis: Unset[int] = None
-    """For fp16: overflows since the last doubling after which each one more halves the loss scale; by default 1."""
+    """For fp16: from which overflow since the last doubling on each halves the loss scale; by default 1, the first."""
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     """Activations computed again in the backward pass: none, all but each layer's input, or those of some modules."""
     recompute_modules: tuple[str, ...] = ()

@@ -200,7 +200,19 @@ def _run_tyro(words: Sequence[str], default: Arguments) -> Arguments:
     except SystemExit as error:
         if not error.code:
             raise
-        raise ConfigurationError(one_line(said.getvalue())) from None
+        raise ConfigurationError(_with_choices(one_line(said.getvalue()))) from None
+
+
+def _with_choices(text: str) -> str:
+    """tyro's line on a value that isn't among a flag's, as YAML's: it names them in an order of chance, and None."""
+    found = re.match(r"invalid choice '(.*)' for argument '--([\w-]+)'", text)
+    if found is None or (name := _field_name(found[2])) not in _DECLARED:
+        return text
+    try:
+        _convert(found[1], _DECLARED[name])
+    except ValueError as error:
+        return f"{_flag(name)} {error}"
+    return text
 
 
 def one_line(box: str) -> str:

@@ -164,7 +164,16 @@ _LINES = {
         "leave it out: pin_memory in the offload sections of --deepspeed-config says it"
     ),
     "fp16": "use --precision fp16",
+    # Megatron-DeepSpeed's.
     "deepspeed": "leave it out: --zero-stage or --deepspeed-config turn DeepSpeed on",
+    "ds-config": "use --deepspeed-config",
+    "deepspeed-activation-checkpointing": "use --recompute-granularity full",
+    "no-pipeline-parallel": "leave it out: --pipeline-model-parallel-size is 1 by default, and ZeRO 2 and 3 need that",
+    "cpu-optimizer cpu-torch-adam": "use --offload-optimizer cpu with --zero-stage 1, 2 or 3",
+    "remote-device": "use --offload-param cpu or nvme with --zero-stage 3",
+    "zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size zero-allgather-bucket-size": (
+        "use --deepspeed-config with reduce_scatter, contiguous_gradients, reduce_bucket_size or allgather_bucket_size"
+    ),
     # Not there yet, with what one can do today.
     "cpu-offloading-num-layers": "not there yet: activations stay on the device; --recompute-granularity saves them",
     "fp8-* no-fp8-wgrad fp4-* first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 "

@@ -32,7 +32,9 @@ def zero_warnings(arguments: Arguments, world_size: int) -> Iterator[str]:
     """What works and is hardly meant: shards over a single replica."""
     parallel, stage = arguments.parallel, arguments.zero.zero_stage
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    if stage and world_size // parallel.pipeline_model_parallel_size == tp and tp in (1, ep):
+    # At stage 1 experts shard over edp, which has tp ranks where experts are whole; later stages know dp·cp only.
+    alone = stage != 1 or tp in (1, ep)
+    if stage and world_size // parallel.pipeline_model_parallel_size == tp and alone:
         yield (
             f"--zero-stage {stage} shards nothing: {world_size} ranks as tensor {tp} · pipeline "
             f"{parallel.pipeline_model_parallel_size} are 1 replica"

@@ -55,6 +55,13 @@ def test_help_fits_the_terminal_and_is_grouped(columns: int, capsys: pytest.Capt
     assert sorted(text.index(title) for title in titles) == [text.index(title) for title in titles]
 
 
+@pytest.mark.parametrize(
+    ("flag", "choices"), [("zero-stage", "0, 1, 2, 3"), ("kernels", "auto, torch, native, triton, cuda")]
+)
+def test_a_value_that_is_no_choice_gets_all_in_their_order(flag: str, choices: str) -> None:
+    assert refused(f"--{flag}", "4") == f"--{flag} must be one of {choices}, not '4'"
+
+
 def test_validation_needs_no_torch() -> None:
     program = "import sys, training.validate, training.schedule, model.flops; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -79,5 +79,9 @@ def test_shards_over_one_replica_are_warned_of() -> None:
     assert "--zero-stage 1 shards nothing: 2 ranks as tensor 2 · pipeline 1 are 1 replica" in warning
     assert list(zero_warnings(Arguments().replace(**layout), 4)) == []
     # Experts that aren't cut have a copy on each of two tp ranks, which share its states.
-    assert list(zero_warnings(Arguments().replace(**layout | {"expert_model_parallel_size": 1}), 2)) == []
+    whole = layout | {"expert_model_parallel_size": 1}
+    assert list(zero_warnings(Arguments().replace(**whole), 2)) == []
+    for stage in (2, 3):  # whose engine knows no edp
+        (warning,) = zero_warnings(Arguments().replace(**whole | {"zero_stage": stage}), 2)
+        assert f"--zero-stage {stage} shards nothing" in warning
     assert list(zero_warnings(Arguments(), 1)) == []
