@@ -190,7 +190,8 @@ class Engine:
             retry = finite and self.loss_scale.update(overflow=not taken)
         if taken:
             update_router_bias(self.routers, loads, self.arguments.model.router_bias_update_rate)
-        self.steps_done += not retry
+        if not retry:
+            self.steps_done += 1
         tokens = self._tokens(microbatches)
         return StepResult(losses, norm, tokens, counts[:, :-1], counts[:, -1], sent, taken, scale, retry)
 

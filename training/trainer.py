@@ -176,8 +176,8 @@ class Trainer:
 
         Returns also how many attempts overflowed. Raises RuntimeError where the step can't be taken.
         """
-        tensors = self.train_batches.next_step()
-        for overflows in itertools.count():
+        tensors, overflows = self.train_batches.next_step(), 0
+        while True:
             result = self.engine.train_step(self._microbatches(tensors), lr)
             if result.taken:
                 return result, overflows
@@ -191,7 +191,7 @@ class Trainer:
                     result.loss_scale,
                     self.engine.loss_scale.value,
                 )
-        raise AssertionError("itertools.count ends")
+            overflows += 1
 
     def _not_taken(self, step: int, result: StepResult, lr: float) -> str:
         """What was not finite, and what to do."""
