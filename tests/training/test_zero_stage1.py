@@ -77,7 +77,8 @@ def test_stage_1_trains_as_the_plain_run(
     expected = plain(run_ranks, layout, steps, tuple(without.items()))[0]
     # A fresh machine compiles cpu_adam first.
     found = run_ranks(ranks, train, job(split, steps, {"zero_stage": 1, **flags}), timeout=500.0)
-    drifts = "offload_optimizer" in flags and flags.get("precision", "fp32") != "fp32"
+    rounds = flags.get("precision", "fp32") != "fp32" or "grad_compression" in flags
+    drifts = "offload_optimizer" in flags and rounds
     loss = norm = 0.0
     for curve in found:
         for step in range(steps):
