@@ -109,9 +109,9 @@ def enter_deepspeed(mesh: Mesh) -> None:
 def initialize(
     module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], mpu: Mpu
 ) -> tuple[Any, Callable[..., torch.Tensor]]:
-    """DeepSpeed's engine over `module`, after `enter_deepspeed`, and the `F.linear` its passes are to be run `with`.
+    """DeepSpeed's engine over `module`, after `enter_deepspeed`, and the function for `linear_is` around its passes.
 
-    Stage 3 replaces torch's for good, and for all that the process computes; here it's put back. Torch's saves a view
+    Stage 3 replaces `F.linear` for all that the process computes, for good; here it's put back. Torch's saves a view
     of the gathered weight, which then lives until the backward pass; DeepSpeed's gathers it again. Collective over the
     mpu's groups. The config is copied: DeepSpeed writes into it. Parameters end up as views of its flat buffers.
     """

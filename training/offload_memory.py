@@ -72,7 +72,7 @@ def offload_bytes(arguments: Arguments, shares: Shares) -> Need:
 
     optimizer on the host (cpu): 4n masters + 8n Adam's moments (SGD: 4n) + 4n fp32 gradients. Stages 1 and 2 also
     keep p·n for the rounded weights and p for each value of the largest parameter; stage 3 another 4n, in which
-    gradients are added up, and stage 2 in fp32 as much for whole parameters, of which the first belongs to two shards.
+    gradients are added up, and stage 2 in fp32 too, with the whole of a parameter that is cut at the shard's border.
     optimizer on a disk (nvme, stage 3): the disk has masters, moments and gradients, 16n; the host keeps the 4n in
     which gradients are added up, and buffer_count buffers of a sub-group's fp32 values.
     parameters (stage 3): p·n on the host, or on the disk; then the host has buffer_count buffers of buffer_size values.

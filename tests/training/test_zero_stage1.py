@@ -79,18 +79,20 @@ def test_stage_1_trains_as_the_plain_run(
     found = run_ranks(ranks, train, job(split, steps, {"zero_stage": 1, **flags}), timeout=500.0)
     rounds = flags.get("precision", "fp32") != "fp32" or "grad_compression" in flags
     drifts = "offload_optimizer" in flags and rounds
-    loss = norm = 0.0
+    loss = norm = aux = 0.0
     for curve in found:
         for step in range(steps):
-            # The auxiliary loss is 1e-4 of the whole: rounding another way moves it by up to a percent of itself.
-            names = [(name, x) for name, x in expected.losses[step].items() if not (drifts and name == "aux")]
-            loss = max(loss, *(abs(curve.losses[step][name] / wanted - 1) for name, wanted in names if wanted))
+            found_step, wanted_step = curve.losses[step], dict(expected.losses[step])
+            if drifts and (wanted := wanted_step.pop("aux", 0.0)):  # 1e-4 of the whole, moved by single tokens
+                aux = max(aux, abs(found_step["aux"] / wanted - 1))
+            names = wanted_step.items()
+            loss = max(loss, *(abs(found_step[name] / wanted - 1) for name, wanted in names if wanted))
             norm = max(norm, abs(curve.norms[step] / expected.norms[step] - 1))
     with capsys.disabled():
         print(f"\n  {name_of(layout, flags)}: losses off by {loss:.1e}, norms by {norm:.1e}", end="")
     # Offloaded, masters differ in the last bit, and some round to another 16-bit weight.
     coarse = {"fp32": 1, "bf16": 20, "fp16": 10}[flags.get("precision", "fp32")] if "offload_optimizer" in flags else 1
-    assert loss <= coarse * 1e-4 and norm <= coarse * 1e-3
+    assert loss <= coarse * 1e-4 and norm <= coarse * 1e-3 and aux <= 1e-2
     if "offload_optimizer" not in flags or flags.get("optimizer") == "sgd":
         assert loss == 0 == norm, "the same kernel on the same values"
     whole(found, "final")  # replicas are still bit-identical
